@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -133,9 +133,9 @@ class Cut:
             count = min(fitting, key=lambda m: abs(m - count), default=count)
         return microbatch_sizes(size, count)
 
-    def of(self, worker: Worker, turn: int, count: int) -> range:
-        """Microbatches of minibatch `turn` that come to a worker: replicas take every so-many-th,
-        or whole minibatches in turn."""
+    def of(self, worker: Worker, turn: int, count: int) -> Sequence[int]:
+        """Microbatches of minibatch `turn` that come to a worker: those that its replica takes, or
+        whole minibatches in turn."""
         spec, stage = self.session.spec, worker.stage
         return spec.share(stage, spec.ranks[stage].index(worker.rank), count, turn)
 

@@ -26,7 +26,7 @@ from tests.helpers.problems import brute_force, chain_problem, evaluate, random_
 
 
 def picture(warmup: int, m: int) -> str:
-    turns = order_of(DEFAULT, ((0, warmup, m, 0),), 1)
+    turns = order_of(DEFAULT, ((0, warmup, m, 0, ()),), 1)
     return " ".join(f"{action.value}{k}" for _, action, k in turns if k >= 0)
 
 

@@ -189,6 +189,8 @@ def _seconds_of(plan: Plan, cluster: Cluster, returning: Sequence[str]) -> float
     depths = plan.training.warmup or range(len(plan.stages) - 1, -1, -1)
     shares = [stage.deployment.share(m) for stage in plan.stages]
     in_flight = list(map(kind.in_flight, depths, shares))
+    if plan.patterned:  # depths of which no replica has as many microbatches count too
+        in_flight = [depth + 1 for depth in depths]
     times = times_of(plan, cluster, returning)
     if all(stage.replicas == 1 for stage in plan.stages):
         times = replace(times, clips=False)  # the planner leaves out what all straight plans take

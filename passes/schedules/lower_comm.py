@@ -76,7 +76,7 @@ class Column:
         for stage, lane in self.lanes.items():
             lane.begin(self.share(stage, num_microbatches))
 
-    def share(self, stage: int, num_microbatches: int) -> range:
+    def share(self, stage: int, num_microbatches: int) -> Sequence[int]:
         replica = self.spec.ranks[stage].index(self.rank)
         return self.spec.share(stage, replica, num_microbatches, self.phase)
 

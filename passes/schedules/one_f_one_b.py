@@ -22,11 +22,8 @@ from pdcompile.schedule.registry import StageWork, Task
 def order(stages: Sequence[StageWork]) -> Iterator[Task]:
     """The tasks of one rank in one call."""
     (own,) = stages
-    ahead = own.microbatches[: own.warmup]
-    for microbatch in ahead:
-        yield Task(own.stage, Action.FORWARD, 0, microbatch)
     for count, microbatch in enumerate(own.microbatches):
-        if count + own.warmup < len(own.microbatches):
-            yield Task(own.stage, Action.FORWARD, 0, own.microbatches[count + own.warmup])
+        for forward in own.forwards(count):
+            yield Task(own.stage, Action.FORWARD, 0, forward)
         yield Task(own.stage, Action.BACKWARD, 0, microbatch)
     yield Task(own.stage, Action.STEP, 0, -1)

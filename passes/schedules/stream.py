@@ -21,6 +21,7 @@ from pdcompile.schedule import Action, Instruction, Schedule
 from pdcompile.schedule.instruction import TO_INPUTS
 from pdcompile.schedule.registry import StageWork, Task, flush_schedules
 from pdcompile.schedule.spec import Broadcast, PipelineSpec, with_edges
+from pdcompile.schedule.turns import ahead
 
 Limits = dict[tuple[int, int], int]  # see StageWork
 
@@ -178,10 +179,11 @@ def _tasks(
     """Tasks of a rank in one call; None: nothing more comes."""
     spec, works = column.spec, []
     for stage, state in zip(column.lanes, states, strict=True):
+        mine = () if num_microbatches is None else column.share(stage, num_microbatches)
         works.append(
             StageWork(
                 stage,
-                () if num_microbatches is None else column.share(stage, num_microbatches),
+                mine,
                 spec.warmup[stage],
                 state.pending,
                 state.unstepped,
@@ -193,6 +195,7 @@ def _tasks(
                 limits,
                 flush=num_microbatches is None,
                 delay=spec.delay(stage),
+                ahead=ahead(spec.turns(stage), mine, spec.warmup[stage]),
             )
         )
     return list(spec.kind.order(works))

@@ -27,11 +27,9 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
     """The tasks of one rank in one call."""
     (own,) = stages
     microbatches = own.microbatches
-    for microbatch in microbatches[: own.warmup]:
-        yield Task(own.stage, Action.FORWARD, 0, microbatch)
     for count, microbatch in enumerate(microbatches):
-        if count + own.warmup < len(microbatches):
-            yield Task(own.stage, Action.FORWARD, 0, microbatches[count + own.warmup])
+        for forward in own.forwards(count):
+            yield Task(own.stage, Action.FORWARD, 0, forward)
         yield Task(own.stage, Action.BACKWARD_INPUT, 0, microbatch)
         if count >= own.delay:
             yield Task(own.stage, Action.BACKWARD_WEIGHT, 0, microbatches[count - own.delay])

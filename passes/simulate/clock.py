@@ -2,10 +2,10 @@
 
 The timing model, all of it:
 - A rank executes its instructions in order; posts, sends and FREE take no time.  FORWARD and
-  BACKWARD take the stage's seconds (a stage that recomputes adds its forward to its backward,
-  after the gradient has come; the two parts of a split backward take half of it each), STEP what
-  is given (0).  After a program the rank goes on
-  with the next one at once.
+  BACKWARD take the stage's seconds (those of its slowest rank; where replicas have turns of their
+  own, each rank's own; a stage that recomputes adds its forward to its backward, after the gradient
+  has come; the two parts of a split backward take half of it each), STEP what is given (0).  After
+  a program the rank goes on with the next one at once.
 - A transfer is ready when its SEND and its POST_RECV have both been executed (rendezvous).
   It takes latency + bytes / bandwidth of the level between the two ranks and runs beside
   compute.  A link (an ordered pair of ranks; the unordered pair where the level is half duplex)
@@ -126,7 +126,7 @@ class Clock(Visitor):
         rank, one, now = step.rank, step.one, self.walk.now
         seconds = 0.0
         if one.action.phase is Phase.COMPUTE:
-            seconds = self.seconds[one.action, one.stage]
+            seconds = self.seconds[one.action, one.stage] * self._pace(step)
             if self.keeps_events:
                 event = TimelineEvent(
                     rank, one.stage, one.action, *step.label,
@@ -142,6 +142,13 @@ class Clock(Visitor):
         if self.keeps_events:
             self.passed[rank].append(now + seconds)
         return seconds
+
+    def _pace(self, step: Step) -> float:
+        """Seconds of a rank by those of its stage."""
+        if not self.spec.patterns or step.one.action is Action.STEP:
+            return 1.0
+        stage = step.one.stage
+        return self.plan.paces[stage][self.spec.ranks[stage].index(step.rank)]
 
     def stray(self, step: Step) -> None:
         raise ScheduleError(f"rank {step.rank} at {step.one} waits for what was not begun before")

@@ -152,6 +152,9 @@ def _samples(plan: Plan, to: str) -> Iterator[Refusal]:
     if len(counts) > 1:
         message = f"stages have {sorted(counts)} replicas, and those of {to} all have equally many"
         yield message, "plan with replicas='equal' or a number"
+    if plan.patterned:
+        message = f"replicas take unlike shares of a minibatch, and those of {to} equal ones"
+        yield message, "plan for devices of one speed"
     size, m = plan.training.batch_size, plan.training.num_microbatches
     if TARGETS[to].schedules and size % (m * max(counts)):
         message = f"{size} samples in {m} microbatches on {max(counts)} replicas are not of one "

@@ -28,6 +28,7 @@ from pdcompile.plan.wires import (
     StagePair,
     Wire,
     WireGroup,
+    places_of,
 )
 from pdcompile.schedule.instruction import TO_WEIGHTS, Action
 from pdcompile.schedule.registry import (
@@ -38,7 +39,10 @@ from pdcompile.schedule.registry import (
     kind_of,
     window,
 )
+from pdcompile.schedule.turns import Pattern, ahead, in_turn, largest_share, share_of
 
+#: of a stage on a rank: its number, warm-up, microbatches, delay, forwards before each backward
+Work: TypeAlias = tuple[int, int, int, int, tuple[int, ...]]
 #: which of the rank's stages, what it does, which of its microbatches
 Turn: TypeAlias = tuple[int, Action, int]
 
@@ -66,16 +70,14 @@ def warmup_of(in_flight: Sequence[int], num_stages: int, num_microbatches: int) 
 
 
 @lru_cache(maxsize=256)
-def order_of(
-    schedule: str, works: tuple[tuple[int, int, int, int], ...], num_stages: int
-) -> list[Turn]:
-    """What a rank does in one minibatch: (stage, warm-up, microbatches, delay) of its stages.
+def order_of(schedule: str, works: tuple[Work, ...], num_stages: int) -> list[Turn]:
+    """What a rank does in one minibatch, by the work of its stages.
 
     Warm-up 1 of 3 microbatches under 1F1B: F0 F1 B0 F2 B1 B2.
     """
     stages = [
-        StageWork(s, range(share), warmup, num_stages=num_stages, delay=delay)
-        for s, warmup, share, delay in works
+        StageWork(s, range(share), warmup, num_stages=num_stages, delay=delay, ahead=ahead)
+        for s, warmup, share, delay, ahead in works
     ]
     place = {s: n for n, (s, *_) in enumerate(works)}
     return [(place[s], action, k) for s, action, _, k in kind_of(schedule).order(stages)]
@@ -90,6 +92,8 @@ class EventWalk:
         warmup: forwards of each stage before its first backward, beyond one; a written schedule
             has its own.
         again: of `backward`, forwards that run again; empty: none.
+        patterns: turns of the ranks of each stage, by their place in `ranks`; empty: each in turn.
+        paces: seconds of each rank of a stage, by those of the slowest; empty: they are all alike.
     """
 
     def __init__(
@@ -101,7 +105,11 @@ class EventWalk:
         num_microbatches: int,
         schedule: str = DEFAULT,
         again: Sequence[float] = (),
+        patterns: Sequence[Pattern] = (),
+        paces: Sequence[Sequence[float]] = (),
     ):
+        self.patterns = patterns or [in_turn(len(own)) for own in ranks]
+        self.paces, self.unlike = paces, bool(patterns)
         self.name, self.schedule = schedule, kind_of(schedule)
         written = self.schedule.written
         self.ranks, self.m = ranks, num_microbatches
@@ -137,11 +145,13 @@ class EventWalk:
         hop, kind = wires[0].hop, wires[0].kind
         first, last = min(hop), max(hop)
         count = len(wires[0].seconds)
-        if self.schedule.written or any(len(stages) > 1 for stages in self.held.values()):
-            most = self.schedule.in_flight(self.warmup[first], -(-self.m // len(self.ranks[first])))
+        several = self.unlike or any(len(stages) > 1 for stages in self.held.values())
+        if self.schedule.written or several:
+            share = largest_share(self.patterns[first], self.m)
+            most = self.schedule.in_flight(self.warmup[first], share)
         else:
             most = window(*((self.warmup[s], len(self.ranks[s])) for s in (first, last)))
-        lane = WireGroup(wires, len(wires), count, most * count)
+        lane = WireGroup(wires, places_of(wires, self.m), count, most * count)
         self.into[kind == "forward"][hop[1]].append(lane)
         self.lanes[kind, hop] = lane
 
@@ -255,15 +265,15 @@ class EventWalk:
         held = [_Stage(self, s, rank) for s in stages]
 
         def post(own: _Stage, kind: bool) -> None:
-            k = own.expected[kind]
-            own.expected[kind] += own.replicas
+            k = own.microbatches[own.expected[kind]]
+            own.expected[kind] += 1
             for lane in own.into[kind]:
-                lane.wires[k % lane.turns].post(now, because, ready)
+                lane.wires[k % len(lane.wires)].post(now, because, ready)
 
         for own in held:
             for _ in range(min(own.pool, own.share)):
                 post(own, True)
-        works = tuple((own.index, own.warmup, own.share, own.delay) for own in held)
+        works = tuple((own.index, own.warmup, own.share, own.delay, own.ahead) for own in held)
         for n, action, j in order_of(self.name, works, len(self.ranks)):
             own = held[n]
             s = own.index
@@ -273,18 +283,18 @@ class EventWalk:
                 continue
             kind = action is Action.FORWARD
             moves = action is not Action.BACKWARD_WEIGHT
-            k = own.first + (j if kind else own.turns[j]) * own.replicas
+            k = own.microbatches[j if kind else own.turns[j]]
             for lane in own.into[kind] if moves else ():
-                wire, last = lane.wires[k % lane.turns], (k // lane.turns + 1) * lane.messages - 1
+                wire, last = lane.wires[k % len(lane.wires)], (lane.places[k] + 1) * lane.messages - 1
                 while len(wire.arrived) <= last:
                     yield wire
                 now, because = self.later(now, because, wire, last)
             event = s, action, k
             self.cause[event] = because
-            now, because = now + self.seconds[action][s], event
+            now, because = now + self.seconds[action][s] * own.pace, event
             for lane, place in own.out[kind] if moves else ():
-                wire = lane.wires[k % lane.turns]
-                early = k // lane.turns * lane.messages + place - lane.window
+                wire = lane.wires[k % len(lane.wires)]
+                early = lane.places[k] * lane.messages + place - lane.window
                 if early >= 0:
                     while len(wire.arrived) <= early:
                         yield wire
@@ -309,21 +319,22 @@ class _Stage:
     """One stage on one rank, as far as the walk of the rank has come."""
 
     __slots__ = (
-        "delay", "ended", "expected", "first", "gone", "index", "into", "out", "pool",
-        "replicas", "returning", "room", "share", "turns", "warmup",
+        "ahead", "delay", "ended", "expected", "gone", "index", "into", "microbatches", "out",
+        "pace", "pool", "returning", "room", "share", "turns", "warmup",
     )  # fmt: skip
 
     def __init__(self, walk: EventWalk, s: int, rank: int):
-        ranks = walk.ranks[s]
+        turns, replica = walk.patterns[s], walk.ranks[s].index(rank)
         self.index, self.warmup = s, walk.warmup[s]
-        self.replicas, self.first = len(ranks), ranks.index(rank)
-        self.share = len(range(self.first, walk.m, self.replicas))
+        self.microbatches = share_of(turns, replica, walk.m)
+        self.ahead = ahead(turns, self.microbatches, self.warmup)
+        self.share, self.pace = len(self.microbatches), walk.paces[s][replica] if walk.paces else 1
         held = walk.schedule.depth_held(self.warmup, walk.warmup[0])
         self.delay = held - self.warmup
-        self.pool = walk.schedule.slots(held, -(-walk.m // self.replicas))
+        self.pool = walk.schedule.slots(held, largest_share(turns, walk.m))
         self.into = {f: lanes[s] for f, lanes in walk.into.items()}
         self.out = {f: lanes[s] for f, lanes in walk.out.items()}
-        self.expected = {True: self.first, False: self.first}  # the next one that gets a slot
+        self.expected = {True: 0, False: 0}  # the next one that gets a slot
         self.turns = walk.turns  # when each of its microbatches goes backward
         self.gone = bytearray(self.share)  # forward, by that
         self.room = min(GRADIENT_SLOTS, self.share)  # so many gradients may be expected

@@ -22,6 +22,7 @@ from pdcompile.problem import PartitionProblem
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import DEFAULT, ScheduleKind, kind_of
 from pdcompile.schedule.spec import PipelineSpec
+from pdcompile.schedule.turns import Pattern, in_turn
 
 SCHEMA = "pdcompile.plan/3"
 COPIED = 2.0  # bytes moved per byte that is copied: read, and written
@@ -116,6 +117,8 @@ class StagePlan:
     loose_bytes: int = 0  # of the saved ones: results that are held only until they are out
     freed_bytes: int = 0  # by how much a whole backward's peak is lower where they are out
     home_bytes: tuple[int, ...] = ()  # of weights that each replica updates; empty: all of them
+    #: replicas in the order in which they take microbatches, over and over; empty: each in turn
+    turns: Pattern = field(default=(), metadata=COMPACT)
 
     @property
     def deployment(self) -> StageDeployment:
@@ -290,7 +293,24 @@ class Plan:
             self.tied,
             training.joint,
             training.updates == "home",
+            tuple(stage.turns for stage in self.stages) if self.patterned else (),
         )
+
+    @property
+    def patterned(self) -> bool:
+        """True if replicas of a stage take microbatches in other turns than one after the other."""
+        return any(stage.turns not in ((), in_turn(stage.replicas)) for stage in self.stages)
+
+    @cached_property
+    def paces(self) -> tuple[tuple[float, ...], ...]:
+        """Seconds of each replica of a stage, by those of the slowest, which the stage's are.
+
+        Where replicas take each in turn they are all as slow: the others wait for it.
+        """
+        if not self.patterned:
+            return tuple((1.0,) * stage.replicas for stage in self.stages)
+        speeds = [[self.machines.devices[rank].speed for rank in own] for own in self.ranks]
+        return tuple(tuple(min(own) / one for one in own) for own in speeds)
 
     @property
     def made_of(self) -> str:

@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcompile.cluster import Cluster, Level, Link, message_seconds, ring_seconds, slowest
 from pdcompile.plan.makespan import EventWalk, Path
 from pdcompile.plan.wires import DIRECTIONS, Direction, StagePair, Wire, by_distance
 from pdcompile.schedule.registry import DEFAULT, kind_of
+from pdcompile.schedule.turns import Pattern, horizon, in_turn
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -64,7 +65,7 @@ class PipelineTimes:
 
     Args:
         forward, backward: of one microbatch on one rank of each stage.
-        ranks: of each stage; they take microbatches in turn.
+        ranks: of each stage.
         messages: in the order in which a stage sends them.
         link: between two ranks.
         half_duplex: whether both directions share the links of a stage.
@@ -74,6 +75,8 @@ class PipelineTimes:
         again: of `backward`, forwards that run again; empty: none.
         homes: whether updates are made at homes: half of a reduction, the weights that come back,
             is after them.
+        patterns: the turns in which the ranks of each stage take microbatches; empty: each in turn.
+        paces: seconds of each rank of a stage, by those of the slowest; empty: they are all alike.
     """
 
     forward: Sequence[float]
@@ -87,6 +90,8 @@ class PipelineTimes:
     schedule: str = DEFAULT
     again: Sequence[float] = ()
     homes: bool = False
+    patterns: Sequence[Pattern] = ()
+    paces: Sequence[Sequence[float]] = ()
 
     @staticmethod
     def of_hops(
@@ -140,8 +145,8 @@ class PipelineTimes:
         received: dict[int, float] = defaultdict(float)
         for kind, a, b, size in self.messages:
             # Final messages concern each replica once a minibatch, microbatches one of them each.
-            pairs, final = self._pairs(a, b), kind == "final"
-            pairs = pairs[: len(self.ranks[max(a, b)])] if final else pairs
+            final = kind == "final"
+            pairs = self._served(a, b) if final else self._pairs(a, b)
             every = num_microbatches if final else len(pairs)
             for x, y in pairs:
                 seconds = message_seconds(self.link(x, y), size) / every
@@ -156,7 +161,9 @@ class PipelineTimes:
         for s, ranks in enumerate(self.ranks):
             both = [(sent.get(rank, 0.0), received.get(rank, 0.0)) for rank in ranks]
             link = max(map(sum if self.half_duplex[s] else max, both))
-            compute = (self.forward[s] + self.backward[s]) / len(ranks)
+            turns, paces = self._turns(s), self.paces[s] if self.paces else [1.0] * len(ranks)
+            busiest = max(turns.count(q) * pace for q, pace in enumerate(paces)) / len(turns)
+            compute = (self.forward[s] + self.backward[s]) * busiest
             every = num_microbatches * kind_of(self.schedule).group(len(ranks))
             found.append(max(compute, link + self.reduction(s) / every))
         return found
@@ -179,7 +186,7 @@ class PipelineTimes:
         if not in_flight:
             return worst
         for (s, t), seconds in round_trips(self).items():
-            ahead = len(self.ranks[s]) * in_flight[s] - len(self.ranks[t]) * (in_flight[t] - 1)
+            ahead = horizon(self._turns(s), in_flight[s]) - horizon(self._turns(t), in_flight[t] - 1)
             worst = max(worst, seconds / ahead)
         return worst
 
@@ -198,7 +205,7 @@ class PipelineTimes:
         finals = [
             (hop, pair, seconds)
             for hop, table in self._sent("final")
-            for pair, seconds in islice(table.items(), len(self.ranks[max(hop)]))
+            for pair, seconds in table.items()
         ]
         norms = message_seconds(self._among(), 0.0) if self.clips else None
         reductions = [self.reduction(s) for s in range(len(self.ranks))]
@@ -221,7 +228,7 @@ class PipelineTimes:
         """The minibatch, followed to its end; `fixed`: no two hops share a link."""
         walk = EventWalk(
             self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule,
-            self.again,
+            self.again, self.patterns, self.paces,
         )  # fmt: skip
         for kind in DIRECTIONS[:2]:
             sent, of_hop = (
@@ -231,15 +238,15 @@ class PipelineTimes:
             for hop, seconds in sent:
                 of_hop[hop].append(seconds)
             for hop, listed in of_hop.items():
-                wires = []
+                wires = {}
                 for pair in listed[0]:
                     half = any(self.half_duplex)
                     half = half and (self.straight or not self.link(*pair).full_duplex)
                     shared = not fixed and (half or walk.shares(*hop))
                     ends = (min(pair), max(pair)) if half else pair
                     each = tuple(one[pair] for one in listed)
-                    wires.append(Wire(hop, kind, each, ends, walk.shared if shared else None))
-                walk.join(wires)
+                    wires[pair] = Wire(hop, kind, each, ends, walk.shared if shared else None)
+                walk.join([wires[pair] for pair in self._pairs(*hop)])
             walk.send_in_order(kind, [hop for hop, _ in sent])
         walk.run()
         return walk
@@ -254,10 +261,11 @@ class PipelineTimes:
             table, final = self.hops[kind], kind == "final"
             hops = sorted(table, reverse=True) if final else sorted(table, key=by_distance)
             return [(hop, {self._pairs(*hop)[0]: table[hop]}) for hop in hops]
+        pairs = self._served if kind == "final" else self._pairs
         found: list[tuple[StagePair, dict[StagePair, float]]] = [
-            ((a, b), {one: message_seconds(self.link(*one), size) for one in self._pairs(a, b)})
+            ((a, b), {one: message_seconds(self.link(*one), size) for one in pairs(a, b)})
             for k, a, b, size in self.messages
-            if k == kind and self.ranks[a] != self.ranks[b]
+            if k == kind and (self.ranks[a], self._turns(a)) != (self.ranks[b], self._turns(b))
         ]
         return found if kind == "final" else sorted(found, key=lambda one: by_distance(one[0]))
 
@@ -272,11 +280,20 @@ class PipelineTimes:
         return slowest(self.link(first, other) for other in others)
 
     def _pairs(self, a: int, b: int) -> list[tuple[int, int]]:
-        """The ranks of two stages that take a microbatch, in turn; the first ones are each rank
-        of b, with the one of a that serves it."""
+        """The ranks of two stages that take a microbatch, in turn."""
+        first, second = self._turns(a), self._turns(b)
+        turns = range(math.lcm(len(first), len(second)))
         ours, theirs = self.ranks[a], self.ranks[b]
-        turns = range(math.lcm(len(ours), len(theirs)))
-        return [(ours[k % len(ours)], theirs[k % len(theirs)]) for k in turns]
+        return [(ours[first[k % len(first)]], theirs[second[k % len(second)]]) for k in turns]
+
+    def _served(self, a: int, b: int) -> list[tuple[int, int]]:
+        """Each rank of the later stage with the one of the earlier stage that serves it."""
+        ours, theirs = self.ranks[a], self.ranks[b]
+        count = range(len(self.ranks[max(a, b)]))
+        return [(ours[k % len(ours)], theirs[k % len(theirs)]) for k in count]
+
+    def _turns(self, s: int) -> Pattern:
+        return (self.patterns[s] if self.patterns else ()) or in_turn(len(self.ranks[s]))
 
 
 def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> PipelineTimes:
@@ -299,6 +316,8 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         plan.training.schedule,
         [stage.backward_pass_seconds - stage.backward_seconds for stage in plan.stages],
         plan.training.updates == "home",
+        plan.spec.patterns,
+        plan.paces if plan.spec.patterns else (),
     )
 
 

@@ -113,10 +113,28 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
                 message += f"{plan.training.schedule!r} runs {most} on a rank"
                 others = several_a_rank(len(stages))
                 yield path, message, f"give every rank to one stage, or use schedule {others}"
+    yield from _turns(plan)
     shared = {rank: stages for rank, stages in held.items() if len(stages) > 1}
     if shared:
         yield from _equal_replicas(plan, shared)
         yield from _placement(plan, held)
+
+
+def _turns(plan: Plan) -> Iterator[Finding]:
+    """Findings of turns that replicas cannot take."""
+    kind = find(plan.training.schedule)
+    for s, stage in enumerate(plan.stages):
+        path, strange = f"stages[{s}].turns", {*stage.turns} - {*range(stage.replicas)}
+        if strange:
+            message = f"turns of replica {min(strange)}, and the stage has {stage.replicas}"
+            yield path, message, "number them from 0"
+        if stage.turns and kind is not None and kind.updates_each:
+            message = f"turns under {kind.name!r}, where an update is of one microbatch of each"
+            yield path, message, "leave turns out, or use another schedule"
+        before = [t for t in plan.stages[:s] if {*t.ranks} & {*stage.ranks}]
+        if any(one.turns != stage.turns for one in before):
+            message = f"stages {before[0].index} and {s} share ranks, and have unlike turns"
+            yield path, message, "write the same turns for all stages of a rank"
 
 
 def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ link, the one that is ready first goes first.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import count as counting
 from typing import Literal, NamedTuple, TypeAlias, Union
 
@@ -132,6 +132,13 @@ class WireGroup(NamedTuple):
     """The wires between the ranks of two stages, by turn, and their messages a microbatch."""
 
     wires: list[Wire]
-    turns: int
+    places: list[int]  # of each microbatch among those of its wire
     messages: int
     window: int  # messages in flight to one receiver before its sender waits, of all turns
+
+
+def places_of(wires: list[Wire], count: int) -> list[int]:
+    """The place of each of so many microbatches among those of its wire."""
+    turns, before = len(wires), Counter[int]()
+    within = [before.update([id(wire)]) or before[id(wire)] - 1 for wire in wires]
+    return [k // turns * before[id(wires[k % turns])] + within[k % turns] for k in range(count)]

@@ -54,6 +54,7 @@ class StageWork:
         flush: nothing more comes: end what is pending.
         delay: where backward is split, by how many microbatches the gradients of the weights may
             come after those of the inputs.
+        ahead: forwards before each backward, where not the warm-up decides: see `turns.ahead`.
     """
 
     stage: int
@@ -69,6 +70,12 @@ class StageWork:
     limits: Mapping[tuple[int, int], int] = field(default_factory=dict)
     flush: bool = False
     delay: int = 0
+    ahead: Sequence[int] = ()
+
+    def forwards(self, count: int) -> Sequence[int]:
+        """The microbatches that go forward just before the backward of this number."""
+        ahead = self.ahead or range(self.warmup + 1, self.warmup + 1 + len(self.microbatches))
+        return self.microbatches[ahead[count - 1] if count else 0 : ahead[count]]
 
 
 Order = Callable[..., Iterator[Task]]  # of a sequence of `StageWork`, and of `extra` if any

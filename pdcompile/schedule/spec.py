@@ -6,6 +6,7 @@ once, for both ends of every transfer: a send and its receive cannot disagree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdcompile.schedule.instruction import Kind
 from pdcompile.schedule.registry import ScheduleKind, kind_of, window
+from pdcompile.schedule.turns import Pattern, horizon, in_turn, largest_share, share_of
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Edge, TiedParameter
@@ -74,6 +76,7 @@ class PipelineSpec:
     tied: tuple[TiedParameter, ...]
     clipping: bool
     homes: bool = False  # of updates are spread over the replicas of a stage
+    patterns: tuple[Pattern, ...] = ()  # of each stage, see `turns`; empty: each in turn
 
     @property
     def kind(self) -> ScheduleKind:
@@ -97,19 +100,26 @@ class PipelineSpec:
                 found[rank] = (*found.get(rank, ()), stage)
         return tuple(found.items())
 
+    def turns(self, stage: int) -> Pattern:
+        """The replicas of a stage in the order in which they take microbatches, over and over."""
+        found = self.patterns[stage] if self.patterns else ()
+        return found or in_turn(len(self.ranks[stage]))
+
     def rank(self, stage: int, microbatch: int, minibatch: int = 0) -> int:
-        """Replicas take microbatches round-robin, the same one forward and backward.
+        """The rank that takes a microbatch, the same one forward and backward.
 
-        Where every microbatch is a minibatch they go on in turn from one minibatch to the next.
+        Where every microbatch is a minibatch turns go on from one minibatch to the next.
         """
-        turn = microbatch + minibatch * self.kind.updates_each
-        return self.ranks[stage][turn % len(self.ranks[stage])]
+        turn, turns = microbatch + minibatch * self.kind.updates_each, self.turns(stage)
+        return self.ranks[stage][turns[turn % len(turns)]]
 
-    def share(self, stage: int, replica: int, num_microbatches: int, minibatch: int = 0) -> range:
+    def share(
+        self, stage: int, replica: int, num_microbatches: int, minibatch: int = 0
+    ) -> Sequence[int]:
         """The microbatches of a minibatch that a replica takes."""
-        count = len(self.ranks[stage])
-        first = (replica - minibatch * self.kind.updates_each) % count
-        return range(first, num_microbatches, count)
+        turns = self.turns(stage)
+        first = minibatch * self.kind.updates_each % len(turns)
+        return share_of(turns, replica, num_microbatches, first)
 
     def roots(self, num_microbatches: int, minibatch: int = 0) -> tuple[int, ...]:
         """The ranks of the last stage that have a microbatch."""
@@ -205,7 +215,7 @@ class PipelineSpec:
         waited_for = range(len(self.ranks)) if self.clipping else tied
         if not alone and any(len(self.ranks[one]) > 1 for one in waited_for):
             return None
-        held = (len(ranks) * (w + 1) for ranks, w in zip(self.ranks, self.warmup, strict=True))
+        held = (horizon(self.turns(s), w + 1) for s, w in enumerate(self.warmup))
         return max(self.num_microbatches // 2, *held)
 
     def in_flight(self, stage: int) -> int:
@@ -224,14 +234,15 @@ class PipelineSpec:
         return self.kind.depth_held(self.warmup[stage], self.warmup[0])
 
     def _most(self, stage: int) -> int:
-        """Microbatches of a minibatch that the first replica of a stage takes."""
-        return len(self.share(stage, 0, self.num_microbatches))
+        """The most microbatches of a minibatch that a replica of a stage takes."""
+        return largest_share(self.turns(stage), self.num_microbatches)
 
     def serving(self, stage: int, other: int, replica: int) -> int:
         """The rank of a stage with whom a replica of another one shares tied parameters: its own
         where that holds both."""
         own = self.ranks[other][replica]
-        return own if own in self.ranks[stage] else self.rank(stage, replica)
+        there = self.ranks[stage]
+        return own if own in there else there[replica % len(there)]
 
     def peer(self, hop: Hop, microbatch: int, minibatch: int) -> int:
         """The rank at the other end of a hop."""
@@ -248,19 +259,19 @@ class PipelineSpec:
             window = max(1, self.lag(stage) + (max(map(len, self.ranks)) > 1))
         elif kind is Kind.WEIGHT:
             window = max(1, self.versions(stage) - 1)
-        local = self.ranks[stage] == self.ranks[other]
+        local = self.ranks[stage] == self.ranks[other] and self.turns(stage) == self.turns(other)
         held = sum(self.ranks[other][0] in ranks for ranks in self.ranks)  # stages of that rank
         return Hop(kind, edge, other, window, local, held > 1)
 
     def window(self, first: int, last: int) -> int:
         """Sends in flight on one channel between two stages, first < last.
 
-        Where ranks hold several stages, or in an order that somebody wrote, that is whatever the
-        first stage has in flight: what has gone backward there has been received by every later
-        stage, and back.
+        Where ranks hold several stages, replicas have patterns, or in an order that somebody wrote,
+        that is whatever the first stage has in flight: what has gone backward there has been
+        received by every later stage, and back.
         """
         flat = [rank for ranks in self.ranks for rank in ranks]
-        if len(set(flat)) < len(flat) or self.kind.written is not None:
+        if len(set(flat)) < len(flat) or self.kind.written is not None or any(self.patterns):
             return self.in_flight(first)
         ends = [(self.warmup[stage], len(self.ranks[stage])) for stage in (first, last)]
         return window(*ends)

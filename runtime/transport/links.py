@@ -176,14 +176,14 @@ def pairs(spec: PipelineSpec, *others: PipelineSpec) -> list[tuple[int, int]]:
 
 def _peers(spec: PipelineSpec, stage: int, replica: int) -> Iterable[int]:
     """Ranks that a replica sends to; who receives sends there or is sent to."""
-    count = len(spec.ranks[stage])
+    turns = len(spec.turns(stage))
     for hop in (hop for moment in hops(spec, stage, replica) for hop in moment):
         assert hop.kind in TRANSFERS
         if hop.peer >= 0:
             yield hop.peer
             continue
         # The turns of the two stages repeat after as many as both counts divide.
-        for turn in range(replica, count * len(spec.ranks[hop.stage]), count):
+        for turn in spec.share(stage, replica, turns * len(spec.turns(hop.stage))):
             yield spec.rank(hop.stage, turn)
 
 
