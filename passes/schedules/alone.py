@@ -59,7 +59,7 @@ def written_of(plan: Plan) -> Written:
         raise ScheduleError(
             f"stage {replicated.index} has {replicated.replicas} replicas, and a file has one rank "
             "for a stage",
-            remedy="a plan without replicas",
+            remedy="a plan without replicas; `pdcompile simulate` draws any plan",
         )
     rows = [
         tuple(

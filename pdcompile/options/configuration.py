@@ -29,6 +29,7 @@ from pdcompile.schedule.registry import (
     kind_of,
     several_a_rank,
 )
+from pdcompile.schedule_limits import elsewhere
 from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
@@ -157,6 +158,8 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
         )
     cluster = _limited(cluster.grouped(unlike or options.stage_parts), options.memory)
     recomputation(options, stages)
+    for message, remedy in elsewhere(kind_of(chosen_schedule(options)), cluster.hosts):
+        raise ConfigError(message, where="cluster", remedy=remedy)
     # Where the planner decides how many devices a stage has, some may be left.
     fixed = options.plan is not None or options.replicas not in SEARCHED
     if len(cluster.devices) < ranks or (fixed and len(cluster.devices) > ranks):
@@ -384,13 +387,14 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
     fixed = recomputation(options, configuration.num_stages)
     again = (False, True) if fixed is None else tuple(sorted(set(fixed)))
     mixed = fixed if fixed is not None and len(again) > 1 else ()
-    width = kind_of(schedules[0]).width(configuration.num_stages, len(configuration.cluster.devices))
-    replicas = _replicas(options.replicas if width == 1 else width, configuration.num_stages)
+    stages, devices = configuration.num_stages, len(configuration.cluster.devices)
+    width = kind_of(schedules[0]).width(stages, devices)
+    replicas = _replicas(options.replicas if width == 1 else width, stages)
     homes: tuple[bool, ...] = (options.updates == "home",)
     if options.updates == "auto" and options.optimizer and options.replicas not in (1, "1"):
         homes = (True, False)  # which take no longer come first
     if not options.searches:
-        counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
+        counts = (configuration.training.num_microbatches,)
         return SearchSpace(
             replicas, again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
             placement=configuration.placement, extra_warmup=options.extra_warmup[:1], homes=homes,

@@ -11,6 +11,7 @@ from pdcompile.errors import ClusterError, PlanError, ScheduleError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan.embedded import Finding, unusable_numbers
 from pdcompile.schedule.registry import (
+    IN_TURN,
     KINDS,
     allowed,
     find,
@@ -18,7 +19,7 @@ from pdcompile.schedule.registry import (
     one_age_streams,
     several_a_rank,
 )
-from pdcompile.schedule_limits import JOINT, unfit
+from pdcompile.schedule_limits import JOINT, elsewhere, unfit
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -117,6 +118,7 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
     shared = {rank: stages for rank, stages in held.items() if len(stages) > 1}
     if shared:
         yield from _equal_replicas(plan, shared)
+        yield from _dispatch(plan)
         yield from _placement(plan, held)
 
 
@@ -152,6 +154,19 @@ def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Findin
             message += f"{list(plan.stages[stages[0]].ranks)} and {list(plan.stages[s].ranks)}"
             remedy = "stages that share a rank share all of them, in one order"
             yield f"stages[{s}].ranks", message, remedy
+
+
+def _dispatch(plan: Plan) -> Iterator[Finding]:
+    """Findings of microbatches that are not on the rank whose turn it is."""
+    kind, count = find(plan.training.schedule), len(plan.stages)
+    if kind is None or not kind.dispatched:
+        return
+    for s, stage in enumerate(plan.stages):
+        placement = IN_TURN.places(count, max(plan.num_ranks // stage.replicas, 1))
+        due = kind.ranks(placement, stage.replicas)[s]
+        if stage.ranks != due or stage.turns:
+            message = f"{list(stage.ranks)}, and the turns under {kind.name!r} are {list(due)}"
+            yield f"stages[{s}].ranks", message, f"write {list(due)}"
 
 
 def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
@@ -300,6 +315,9 @@ def _cluster(plan: Plan) -> Iterator[Finding]:
     except ClusterError as error:
         yield "cluster", error.message, error.remedy or "paste the text of a cluster.toml"
         return
+    kind = find(plan.training.schedule)
+    for message, remedy in elsewhere(kind, cluster.hosts) if kind is not None else ():
+        yield "cluster", message, remedy
     parts, joined = plan.training.parts, 1 if cluster.parts is None else cluster.parts.size
     if parts != joined or (plan.training.split == "") != (joined == 1):
         each = () if isinstance(parts, int) else parts

@@ -231,9 +231,7 @@ class ScheduleKind:
         if not self.dispatched:
             return tuple(tuple(range(p * replicas, (p + 1) * replicas)) for p in placement)
         count, ranks = len(placement), len({*placement}) * replicas
-        return tuple(
-            tuple((i * count + s) % ranks for i in range(replicas)) for s in range(count)
-        )
+        return tuple(tuple((i * count + s) % ranks for i in range(replicas)) for s in range(count))
 
     def order(self, stages: Sequence[StageWork]) -> Iterator[Task]:
         """The tasks of one rank in one call; its module is loaded on use."""

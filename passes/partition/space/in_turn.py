@@ -71,7 +71,10 @@ class StagesInTurn:
     def cut(self) -> AnyCut:
         """The bound for any cut whose stages all hold some of the longest path, and its shares."""
         model, r, name = self.prepared.whole, self.counts[0], self.setting.schedule
-        share, speeds = StageDeployment(r).share(self.setting.num_microbatches), self.on().speeds
+        m, speeds = self.setting.num_microbatches, self.on().speeds
+        share = StageDeployment(r).share(m)
+        if kind_of(name).dispatched:  # those that are over are on this rank or that
+            share = max(m // r, 1)
         again = False not in self.space.recompute and not kind_of(name).splits_backward
         free = ((0.0, 0.0),) * (len(speeds) - 1)
         row = Row(name, share, self.warmup, tuple(speeds), free, self.placement, again)
