@@ -28,6 +28,7 @@ from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.parts.prices import note_on_exchange, priced
 from pdcompile.passes.planning.border_cuts import TOLERANCE
 from pdcompile.passes.planning.branch_and_bound import best_plan
+from pdcompile.passes.planning.by_speed import with_turns
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.refine import refine
@@ -122,11 +123,7 @@ class Planner:
     @property
     def work_seconds(self) -> float:
         """Seconds of a step's work on one device of speed 1, at the best microbatch size."""
-        costs = {m: [op.cost for op in graph.ops if op.cost is not None]
-                 for m, graph in self._graphs.items()}  # fmt: skip
-        work = (m * sum(one.forward_seconds + one.backward_seconds for one in each)
-                for m, each in costs.items())  # fmt: skip
-        return min(work)
+        return _work(self._graphs)
 
     def problem(self) -> PartitionProblem:
         """The problem of the first number of microbatches."""
@@ -191,6 +188,9 @@ class Planner:
             tolerance=TOLERANCE if tolerance is None else tolerance,
             seed=self.training.seed, listener=self.listener,
         )  # fmt: skip
+        least = _work(graphs) / sum(device.speed for device in self.cluster.devices)
+        m = plan.training.num_microbatches if plan.training.kind.stream else 1
+        plan = with_turns(plan, least / m)
         if self._by_rule:
             m = plan.training.num_microbatches
             near = sorted({max(1, m // 2), m, min(2 * m, plan.training.batch_size)})
@@ -214,6 +214,15 @@ class Planner:
 
     def _size(self, m: int) -> int:
         return -(-self.training.batch_size // m)
+
+
+def _work(graphs: Mapping[int, OpGraph]) -> float:
+    """Seconds of a step's work on one device of speed 1, at the best number of microbatches."""
+    costs = {m: [op.cost for op in graph.ops if op.cost is not None]
+             for m, graph in graphs.items()}  # fmt: skip
+    work = (m * sum(one.forward_seconds + one.backward_seconds for one in each)
+            for m, each in costs.items())  # fmt: skip
+    return min(work)
 
 
 def check_refine(options: Options, model: nn.Module) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +17,20 @@ from hypothesis import strategies as st
 import pdcompile
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import PlanError, ScheduleError
+from pdcompile.export import _samples
 from pdcompile.passes.check import check
+from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.planning.by_speed import by_speed
+from pdcompile.passes.planning.explain import explain
+from pdcompile.passes.planning.solved_problem import placed
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
 from pdcompile.plan.times import times_of
 from pdcompile.plan.validate import validate
+from pdcompile.report.plan_table import explain as explain_text
 from pdcompile.schedule.turns import ahead, horizon, in_turn, share_of
-from tests.helpers.alike import CLOSE, PLANNED, close
+from tests.helpers.alike import CLOSE, COMMON, PLANNED, close
+from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, loss_for, mlp
 from tests.helpers.schedules import make_plan, plans, same_clock
 from tests.test_space.test_makespan import timed
@@ -46,7 +55,10 @@ def on_unlike_devices(plan: Plan, speeds: list[float], *levels: Level) -> Plan:
     for level in levels:
         size *= level.size
     devices = tuple(Device(speed=speeds[n % len(speeds)]) for n in range(size))
-    return replace(plan, cluster=Cluster(devices, levels).to_toml())
+    ours = [[devices[rank].speed for rank in own] for own in plan.ranks]
+    paces = [tuple(min(own) / one for one in own) for own in ours]
+    stages = [replace(one, paces=own) for one, own in zip(plan.stages, paces, strict=True)]
+    return replace(plan, stages=tuple(stages), cluster=Cluster(devices, levels).to_toml())
 
 
 @settings(max_examples=80)
@@ -106,7 +118,8 @@ def test_runs_that_do_not_grow_never_deadlock(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("turns", "schedule", "why"),
-    [((0, 2), "1f1b", "replica 2"), ((-1,), "1f1b", "turns"), ((0, 0, 1), "stash", "one microbatch of each")],
+    [((0, 2), "1f1b", "replica 2"), ((-1,), "1f1b", "turns"),
+     ((0, 0, 1), "stash", "one microbatch of each")],
 )  # fmt: skip
 def test_turns_that_cannot_be(turns: tuple[int, ...], schedule: str, why: str) -> None:
     plan = make_plan(schedule, 2, 1, replicas=(2, 1))
@@ -165,3 +178,139 @@ def test_training_is_that_of_the_reference(schedule: str) -> None:
         torch.testing.assert_close(ours.outputs, theirs.outputs, **CLOSE)
     torch.testing.assert_close(pipe.predict(x), expected.predict(x), **CLOSE)
     close(pipe.full_state_dict(), expected.full_state_dict())
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 1.5, 3.0, 7.0]), min_size=1, max_size=4), st.integers(1, 9)
+)
+def test_turns_by_speed_take_the_least_after_any_number(speeds: list[float], count: int) -> None:
+    turns = by_speed(speeds, count)
+    for m in range(1, count + 1):
+        shares = [len(share_of(turns, q, m)) for q in range(len(speeds))]
+        longest = max(n / v for n, v in zip(shares, speeds, strict=True))
+        every = (n for n in product(range(m + 1), repeat=len(speeds)) if sum(n) == m)
+        least = min(max(n / v for n, v in zip(one, speeds, strict=True)) for one in every)
+        assert longest == pytest.approx(least)
+
+
+def test_turns_by_speed() -> None:
+    assert by_speed([3.0, 1.0], 8) == (0, 0, 0, 1)
+    assert by_speed([2.0, 3.0], 10) == (1, 0, 1, 1, 0)
+    assert by_speed([1.0, 1.0, 1.0], 7) == in_turn(3)
+    assert by_speed([10.0, 1.0], 4) == (0,)  # the slow one would be the last
+
+
+UNLIKE = {  # the speeds of ranks, stages, replicas of each
+    "1f1b": ([3.0, 1.0, 1.0], 1, (3,)), "gpipe": ([3.0, 1.0, 1.0, 1.0], 2, (2, 2)),
+    "zb-h1": ([3.0, 1.0, 1.0], 1, (3,)), "2bw": ([3.0, 1.0, 1.0], 1, (3,)),
+    "interleaved": ([3.0, 1.0, 3.0, 1.0], 4, 2), "zb-v": ([3.0, 1.0, 3.0, 1.0], 4, 2),
+}  # fmt: skip
+
+
+def of_speeds(speeds: list[float]) -> Cluster:
+    local = Cluster.local(len(speeds))
+    devices = [replace(one, speed=v) for one, v in zip(local.devices, speeds, strict=True)]
+    return replace(local, devices=tuple(devices))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("schedule", UNLIKE)
+@pytest.mark.usefixtures("one_capture_a_model")
+def test_the_planner_gives_faster_replicas_more(schedule: str, tmp_path: Path) -> None:
+    speeds, stages, replicas = UNLIKE[schedule]
+    model = mlp()
+    x, y = batch_for(model, 16)
+    common: dict[str, Any] = {
+        "loss_fn": loss_for(model), "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "microbatches": 8, "schedule": schedule,
+    }  # fmt: skip
+    given = common | PLANNED | {"example_target": y, "stages": stages, "replicas": replicas}
+    expected = pdcompile.reference(deepcopy(model), **common)
+    plain = pdcompile.compile(deepcopy(model), x, **given).plan
+    pipe = pdcompile.compile(model, x, cluster=of_speeds(speeds), **given)
+    plan = pipe.plan
+    first = plan.stages[0]
+    assert not plain.patterned
+    assert first.turns[:4] == (0, 0, 0, 1)
+    assert first.paces[:2] == (1 / 3, 1.0)
+    shares = "6, 1, 1" if replicas == (3,) else "6, 2"
+    assert f"take {shares} of 8 microbatches, by their speeds (3, 1" in explain_text(plan)
+    claim = plan.certificate
+    assert 0 < claim.bound_seconds <= claim.objective_seconds
+    found = explain(plan)
+    assert not found.edited
+    assert found.objective_seconds == claim.objective_seconds
+    if not plan.training.kind.stream:
+        bare = tuple(replace(one, update_seconds=0.0) for one in plan.stages)
+        assert simulate(replace(plan, stages=bare)).forecast.step_seconds == pytest.approx(
+            claim.objective_seconds
+        )
+    in_turn_of_all = tuple(replace(one, turns=(), paces=()) for one in plan.stages)
+    assert claim.objective_seconds < seconds_of(placed(replace(plan, stages=in_turn_of_all)))
+    for t, size in enumerate((16, 16, 3, 16)):
+        x, y = batch_for(model, size, t)
+        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
+        assert float(ours.loss) == pytest.approx(float(theirs.loss), abs=2e-5)
+    close(pipe.full_state_dict(), expected.full_state_dict())
+    pipe.close()
+    again = pdcompile.compile(mlp(), batch_for(model, 16)[0], plan=plan, **given)
+    assert again.plan.spec == plan.spec
+
+
+def test_a_plan_of_turns_is_not_exported() -> None:
+    plan = make_plan("1f1b", 2, 4, replicas=(2, 2))
+    stages = tuple(replace(one, turns=(0, 0, 1)) for one in plan.stages)
+    found = [message for message, _ in _samples(replace(plan, stages=stages), "torchtitan")]
+    assert any("unlike shares" in one for one in found)
+
+
+TORCHRUN = (
+    COMMON
+    + """
+import pdcompile
+from dataclasses import replace
+from tests.test_turns import of_speeds, with_turns
+
+def close(ours, theirs):
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-5)
+
+def train(pipe, eager, model, turns):
+    assert pipe.plan.spec.patterns == turns, pipe.plan.spec.patterns
+    for t, size in enumerate([16, 2, 5, 16]):
+        inputs, target = models.batch_for(model, size, t)
+        given = (inputs,), dict(target=target)
+        if size == 16:  # only what this rank reads
+            given = (*pipe.shard([*zip(inputs, target)], [range(size)]),), {}
+        ours, theirs = pipe.step(*given[0], **given[1]), eager.step(inputs, target=target)
+        assert abs(float(ours.loss) - float(theirs.loss)) < 2e-5
+    found = pipe.eval_step(inputs, target=target)
+    assert abs(float(found.loss) - float(eager.eval_step(inputs, target=target).loss)) < 2e-5
+    close(pipe.state_dict(), eager.full_state_dict())
+    pipe.close()
+
+for schedule in ("1f1b", "2bw"):
+    model = models.mlp()
+    inputs, target = models.batch_for(model, 16)
+    common = dict(loss_fn=models.loss_for(model), optimizer=partial(torch.optim.SGD, lr=0.1),
+                  schedule=schedule, microbatches=8)
+    given = dict(example_target=target, costs="estimated", verify="off", updates="home", **common)
+    eager, twin = reference(copy.deepcopy(model), **common), copy.deepcopy(model)
+    cluster = of_speeds([3.0, 1.0, 1.0])
+    pipe = pdcompile.compile(model, inputs, replicas=(3,), cluster=cluster, **given)
+    train(pipe, eager, model, ((0, 0, 0, 1, 2),))
+    model, eager = twin, reference(copy.deepcopy(twin), **common)
+    plan = pdcompile.compile(copy.deepcopy(model), inputs, replicas=(2, 1), **given)
+    turned, _ = with_turns(plan.plan, (0, 0, 1), ()), plan.close()
+    pipe = pdcompile.compile(model, inputs, plan=turned, **given)
+    train(pipe, eager, model, ((0, 0, 1), ()))
+say("equal")
+"""
+)
+
+
+def test_on_ranks(tmp_path: Path) -> None:
+    run = processes(TORCHRUN, 3, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("equal") == 3, run

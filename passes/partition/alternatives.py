@@ -92,11 +92,10 @@ def stage_uses(plan: Evaluation) -> tuple[StageUse, ...]:
     and transfers, where every stage has a rank of its own.
     """
     spent, on, m = plan.times, plan.deployment, plan.m
-    forward, backward = spent.forward, spent.backward
     sent, received = spent.traffic(m)
     path = critical(plan)[0] if chained(plan) else None
     total = seconds_of(plan) / (m if on.flush else 1)
-    computing = [(f + w) / len(r) for f, w, r in zip(forward, backward, on.ranks, strict=True)]
+    computing = [spent.computing(s, m) for s in range(len(on.ranks))]
     found, trips = [], round_trips(spent)
     for s, ranks in enumerate(on.ranks):
         turn, trip, in_flight = _longest_trip(trips, s, on)
@@ -130,7 +129,7 @@ def stage_uses(plan: Evaluation) -> tuple[StageUse, ...]:
                 binds=binds,
                 binding_seconds=uses[binds],
                 idle=max(0.0, 1 - busy / total) if total > 0 else 0.0,
-                critical_seconds=ahead * forward[s] + back * backward[s],
+                critical_seconds=ahead * spent.forward[s] + back * spent.backward[s],
             )
         )
     return tuple(found)

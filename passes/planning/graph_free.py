@@ -60,6 +60,8 @@ def plan_of(found: Evaluation, training: Training, *, merge: bool = False) -> Pl
                 saved_bytes=sum(item.saved_bytes for item in items),
                 workspace_bytes=max((item.workspace_bytes for item in items), default=0),
                 recompute=on.recompute[s],
+                turns=on.patterns[s] if on.patterns else (),
+                paces=tuple(on.paces[s]) if on.paces else (),
                 step_bytes=training.step_bytes(updated_sizes(problem, stage_of, s)),
             )
         )

@@ -48,7 +48,10 @@ def placed(plan: Plan, where: str = "plan.json") -> Evaluation:
     if plain(plan):
         return Evaluation(problem, stage_of)
     cluster = Cluster.from_toml(plan.cluster, where=f"{where}: cluster")
-    return evaluation(problem, cluster, candidate_of(plan, where))
+    found = evaluation(problem, cluster, candidate_of(plan, where))
+    paces = [stage.paces or (1.0,) * stage.replicas for stage in plan.stages]
+    on = replace(found.deployment, patterns=plan.spec.patterns, paces=paces)
+    return Evaluation(problem, stage_of, on if plan.patterned else found.deployment)
 
 
 def setting_of(training: Training) -> Setting:

@@ -145,10 +145,11 @@ class Clock(Visitor):
 
     def _pace(self, step: Step) -> float:
         """Seconds of a rank by those of its stage."""
-        if not self.spec.patterns or step.one.action is Action.STEP:
-            return 1.0
         stage = step.one.stage
-        return self.plan.paces[stage][self.spec.ranks[stage].index(step.rank)]
+        paces = self.plan.stages[stage].paces
+        if not paces or step.one.action is Action.STEP:
+            return 1.0
+        return paces[self.spec.ranks[stage].index(step.rank)]
 
     def stray(self, step: Step) -> None:
         raise ScheduleError(f"rank {step.rank} at {step.one} waits for what was not begun before")

@@ -20,6 +20,7 @@ from pdcompile.cluster import Link, slowest
 from pdcompile.plan.makespan import Path, warmup_of
 from pdcompile.plan.times import Message, PipelineTimes, messages_of
 from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.schedule.turns import Pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class Deployment:
     may_be_empty: bool = False
     clips: bool = False
     homes: bool = False
+    patterns: Sequence[Pattern] = ()
+    paces: Sequence[Sequence[float]] = ()
 
     @staticmethod
     def straight(problem: PartitionProblem) -> Deployment:
@@ -155,6 +158,8 @@ class Evaluation:
             self.deployment.schedule,
             again,
             self.deployment.homes,
+            self.deployment.patterns,
+            self.deployment.paces,
         )
 
     @cached_property

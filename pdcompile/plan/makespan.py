@@ -92,8 +92,8 @@ class EventWalk:
         warmup: forwards of each stage before its first backward, beyond one; a written schedule
             has its own.
         again: of `backward`, forwards that run again; empty: none.
-        patterns: turns of the ranks of each stage, by their place in `ranks`; empty: each in turn.
-        paces: seconds of each rank of a stage, by those of the slowest; empty: they are all alike.
+        shares: turns of the ranks of each stage, by their place in `ranks`, and the seconds of
+            each by those of the slowest; empty: each in turn, and all alike.
     """
 
     def __init__(
@@ -105,11 +105,13 @@ class EventWalk:
         num_microbatches: int,
         schedule: str = DEFAULT,
         again: Sequence[float] = (),
-        patterns: Sequence[Pattern] = (),
-        paces: Sequence[Sequence[float]] = (),
+        shares: Sequence[tuple[Pattern, Sequence[float]]] = (),
     ):
-        self.patterns = patterns or [in_turn(len(own)) for own in ranks]
-        self.paces, self.unlike = paces, bool(patterns)
+        plain = [(in_turn(len(own)), (1.0,) * len(own)) for own in ranks]
+        self.taken = shares or plain
+        self.unlike = any(
+            turns != own[0] for (turns, _), own in zip(self.taken, plain, strict=True)
+        )
         self.name, self.schedule = schedule, kind_of(schedule)
         written = self.schedule.written
         self.ranks, self.m = ranks, num_microbatches
@@ -147,7 +149,7 @@ class EventWalk:
         count = len(wires[0].seconds)
         several = self.unlike or any(len(stages) > 1 for stages in self.held.values())
         if self.schedule.written or several:
-            share = largest_share(self.patterns[first], self.m)
+            share = largest_share(self.taken[first][0], self.m)
             most = self.schedule.in_flight(self.warmup[first], share)
         else:
             most = window(*((self.warmup[s], len(self.ranks[s])) for s in (first, last)))
@@ -285,7 +287,10 @@ class EventWalk:
             moves = action is not Action.BACKWARD_WEIGHT
             k = own.microbatches[j if kind else own.turns[j]]
             for lane in own.into[kind] if moves else ():
-                wire, last = lane.wires[k % len(lane.wires)], (lane.places[k] + 1) * lane.messages - 1
+                wire, last = (
+                    lane.wires[k % len(lane.wires)],
+                    (lane.places[k] + 1) * lane.messages - 1,
+                )
                 while len(wire.arrived) <= last:
                     yield wire
                 now, because = self.later(now, because, wire, last)
@@ -324,11 +329,11 @@ class _Stage:
     )  # fmt: skip
 
     def __init__(self, walk: EventWalk, s: int, rank: int):
-        turns, replica = walk.patterns[s], walk.ranks[s].index(rank)
+        replica, (turns, paces) = walk.ranks[s].index(rank), walk.taken[s]
         self.index, self.warmup = s, walk.warmup[s]
         self.microbatches = share_of(turns, replica, walk.m)
         self.ahead = ahead(turns, self.microbatches, self.warmup)
-        self.share, self.pace = len(self.microbatches), walk.paces[s][replica] if walk.paces else 1
+        self.share, self.pace = len(self.microbatches), paces[replica]
         held = walk.schedule.depth_held(self.warmup, walk.warmup[0])
         self.delay = held - self.warmup
         self.pool = walk.schedule.slots(held, largest_share(turns, walk.m))

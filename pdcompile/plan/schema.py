@@ -119,6 +119,8 @@ class StagePlan:
     home_bytes: tuple[int, ...] = ()  # of weights that each replica updates; empty: all of them
     #: replicas in the order in which they take microbatches, over and over; empty: each in turn
     turns: Pattern = field(default=(), metadata=COMPACT)
+    #: seconds of each replica by those of the slowest, which are the stage's; empty: all alike
+    paces: tuple[float, ...] = field(default=(), metadata=COMPACT)
 
     @property
     def deployment(self) -> StageDeployment:
@@ -300,17 +302,6 @@ class Plan:
     def patterned(self) -> bool:
         """True if replicas of a stage take microbatches in other turns than one after the other."""
         return any(stage.turns not in ((), in_turn(stage.replicas)) for stage in self.stages)
-
-    @cached_property
-    def paces(self) -> tuple[tuple[float, ...], ...]:
-        """Seconds of each replica of a stage, by those of the slowest, which the stage's are.
-
-        Where replicas take each in turn they are all as slow: the others wait for it.
-        """
-        if not self.patterned:
-            return tuple((1.0,) * stage.replicas for stage in self.stages)
-        speeds = [[self.machines.devices[rank].speed for rank in own] for own in self.ranks]
-        return tuple(tuple(min(own) / one for one in own) for own in speeds)
 
     @property
     def made_of(self) -> str:

@@ -14,7 +14,7 @@ from pdcompile.cluster import Cluster, Level, Link, message_seconds, ring_second
 from pdcompile.plan.makespan import EventWalk, Path
 from pdcompile.plan.wires import DIRECTIONS, Direction, StagePair, Wire, by_distance
 from pdcompile.schedule.registry import DEFAULT, kind_of
-from pdcompile.schedule.turns import Pattern, horizon, in_turn
+from pdcompile.schedule.turns import Pattern, horizon, in_turn, share_of
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -147,12 +147,21 @@ class PipelineTimes:
             # Final messages concern each replica once a minibatch, microbatches one of them each.
             final = kind == "final"
             pairs = self._served(a, b) if final else self._pairs(a, b)
+            if self.patterns and not final:
+                pairs = [pairs[k % len(pairs)] for k in range(num_microbatches)]
             every = num_microbatches if final else len(pairs)
             for x, y in pairs:
                 seconds = message_seconds(self.link(x, y), size) / every
                 sent[x] += seconds
                 received[y] += seconds
         return sent, received
+
+    def computing(self, s: int, num_microbatches: int) -> float:
+        """Seconds per microbatch that the busiest rank of a stage computes."""
+        turns, count = self._turns(s), num_microbatches if self.patterns else len(self.ranks[s])
+        paces = enumerate(self._paces(s))
+        busiest = max(pace * len(share_of(turns, q, count)) for q, pace in paces)
+        return (self.forward[s] + self.backward[s]) * busiest / count
 
     def loads(self, num_microbatches: int) -> list[float]:
         """Seconds per microbatch of each stage: its compute, or its busiest rank's links."""
@@ -161,9 +170,7 @@ class PipelineTimes:
         for s, ranks in enumerate(self.ranks):
             both = [(sent.get(rank, 0.0), received.get(rank, 0.0)) for rank in ranks]
             link = max(map(sum if self.half_duplex[s] else max, both))
-            turns, paces = self._turns(s), self.paces[s] if self.paces else [1.0] * len(ranks)
-            busiest = max(turns.count(q) * pace for q, pace in enumerate(paces)) / len(turns)
-            compute = (self.forward[s] + self.backward[s]) * busiest
+            compute = self.computing(s, num_microbatches)
             every = num_microbatches * kind_of(self.schedule).group(len(ranks))
             found.append(max(compute, link + self.reduction(s) / every))
         return found
@@ -181,12 +188,13 @@ class PipelineTimes:
 
     def period(self, in_flight: Sequence[int], num_microbatches: int) -> float:
         """Seconds per microbatch of a stream: busiest device, link, or a round trip that is too
-        long; at least, where stages have replicas."""
+        long, where no rank of a stage is faster; at least, where stages have replicas."""
         worst = max(self.loads(num_microbatches))
-        if not in_flight:
+        if not in_flight or any(min(own) < 1 for own in self.paces):
             return worst
         for (s, t), seconds in round_trips(self).items():
-            ahead = horizon(self._turns(s), in_flight[s]) - horizon(self._turns(t), in_flight[t] - 1)
+            ahead = horizon(self._turns(s), in_flight[s])
+            ahead -= horizon(self._turns(t), in_flight[t] - 1)
             worst = max(worst, seconds / ahead)
         return worst
 
@@ -226,9 +234,11 @@ class PipelineTimes:
         self, warmup: Sequence[int], num_microbatches: int, *, fixed: bool = False
     ) -> EventWalk:
         """The minibatch, followed to its end; `fixed`: no two hops share a link."""
+        stages = range(len(self.ranks)) if self.patterns or self.paces else ()
+        shares = [(self._turns(s), self._paces(s)) for s in stages]
         walk = EventWalk(
             self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule,
-            self.again, self.patterns, self.paces,
+            self.again, shares,
         )  # fmt: skip
         for kind in DIRECTIONS[:2]:
             sent, of_hop = (
@@ -292,6 +302,9 @@ class PipelineTimes:
         count = range(len(self.ranks[max(a, b)]))
         return [(ours[k % len(ours)], theirs[k % len(theirs)]) for k in count]
 
+    def _paces(self, s: int) -> Sequence[float]:
+        return self.paces[s] if self.paces else (1.0,) * len(self.ranks[s])
+
     def _turns(self, s: int) -> Pattern:
         return (self.patterns[s] if self.patterns else ()) or in_turn(len(self.ranks[s]))
 
@@ -317,7 +330,7 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         [stage.backward_pass_seconds - stage.backward_seconds for stage in plan.stages],
         plan.training.updates == "home",
         plan.spec.patterns,
-        plan.paces if plan.spec.patterns else (),
+        [stage.paces or (1.0,) * stage.replicas for stage in plan.stages],
     )
 
 

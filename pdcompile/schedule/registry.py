@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from pdcompile.errors import ScheduleError, did_you_mean
 from pdcompile.schedule.instruction import BACKWARDS, Action
+from pdcompile.schedule.placement import IN_TURN, IN_V, Placement
 from pdcompile.schedule.written import Written, parse
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
@@ -79,27 +80,6 @@ class StageWork:
 
 
 Order = Callable[..., Iterator[Task]]  # of a sequence of `StageWork`, and of `extra` if any
-
-
-class Placement(NamedTuple):
-    """Rule for stages that share ranks: the place of each of so many stages on so many ranks.
-
-    Places are ranks in the order in which the pipeline takes them; `name` is for people.
-    """
-
-    name: str
-    places: Callable[[int, int], tuple[int, ...]]
-
-
-#: stage s at the place of stage s − R, of R ranks
-IN_TURN = Placement("in turn", lambda stages, ranks: tuple(s % ranks for s in range(stages)))
-#: from the first rank to the last and back, over and over: two stages a rank make a V
-IN_V = Placement(
-    "in a V",
-    lambda stages, ranks: tuple(
-        min(s % (2 * ranks), 2 * ranks - 1 - s % (2 * ranks)) for s in range(stages)
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdcompile.schedule.instruction import Kind
 from pdcompile.schedule.registry import ScheduleKind, kind_of, window
-from pdcompile.schedule.turns import Pattern, horizon, in_turn, largest_share, share_of
+from pdcompile.schedule.turns import Pattern, horizon, in_turn, largest_share, share_of, uneven
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Edge, TiedParameter
@@ -204,13 +204,15 @@ class PipelineSpec:
 
         In the middle of a minibatch the new weights have as much time to come back to other stages
         as the sums had, and every stage has all gradients of the minibatch before.  None: the
-        stage holds no such weights, each microbatch is a minibatch, or a replica without
-        microbatches, which adds to sums and norms no earlier than with its own update, may hold
-        it up.
+        stage holds no such weights, each microbatch is a minibatch, a replica takes fewer turns,
+        whose last backward comes later, or a replica without microbatches, which adds to sums and
+        norms no earlier than with its own update, may hold it up.
         """
         tied = {one for parameter in self.tied for one in parameter.stages}
         alone = self.gathers(stage) and stage not in tied and not self.clipping
         if not (alone or stage in tied) or not self.kind.stream or self.kind.updates_each:
+            return None
+        if any(map(uneven, filter(None, self.patterns))):
             return None
         waited_for = range(len(self.ranks)) if self.clipping else tied
         if not alone and any(len(self.ranks[one]) > 1 for one in waited_for):

@@ -17,6 +17,11 @@ def in_turn(count: int) -> Pattern:
     return tuple(range(count))
 
 
+def uneven(turns: Pattern) -> bool:
+    """True if a replica takes more microbatches than another, or takes them more densely."""
+    return sorted(turns) != [*in_turn(len(turns))]
+
+
 @lru_cache(maxsize=4096)
 def share_of(turns: Pattern, replica: int, count: int, first: int = 0) -> Sequence[int]:
     """The microbatches of so many that a replica takes; `first`: the turn of the first one."""
@@ -55,7 +60,7 @@ def ahead(turns: Pattern, microbatches: Sequence[int], warmup: int) -> tuple[int
     the backward of a microbatch comes before the forwards of those that are more than a `horizon`
     behind it.  So no replica of a stage waits for a forward that those before hold back.
     """
-    if sorted(turns) == [*in_turn(len(turns))]:
+    if not uneven(turns):
         return ()
     run = horizon(turns, warmup + 1)
     return tuple(sum(other < one + run for other in microbatches) for one in microbatches)

@@ -1,0 +1,111 @@
+"""Turns by speed: faster replicas of a stage take more microbatches of a minibatch.
+
+The search has replicas take each in turn, all as slow as the slowest.  Where those of the plan that
+it finds are of unlike speed, each microbatch goes instead to the replica that would be through with
+its own first (weighted round robin by D'Hondt's rule): after any number of microbatches the longest
+of them has taken the least.  The clock says whether that is faster, and with which warm-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.planning.solved_problem import MOST_EXTRA, placed
+from pdcompile.passes.schedules import warmup
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Plan
+from pdcompile.schedule.turns import Pattern, horizon, in_turn, largest_share, share_of
+
+
+def by_speed(speeds: Sequence[float], count: int) -> Pattern:
+    """Turns of replicas of these speeds over so many microbatches, as short as they repeat."""
+    taken, turns = [0] * len(speeds), list[int]()
+    for _ in range(count):
+        ends = [((n + 1) / v, -v, q) for q, (n, v) in enumerate(zip(taken, speeds, strict=True))]
+        *_, first = min(ends)
+        taken[first] += 1
+        turns.append(first)
+    periods = (p for p in range(1, count + 1) if turns[p:] == turns[: count - p])
+    return tuple(turns[: next(periods)])
+
+
+def with_turns(plan: Plan, least_seconds: float) -> Plan:
+    """The plan with turns by speed, where its objective is less with them.
+
+    Args:
+        least_seconds: what no plan's objective is less than, whoever takes which microbatch: the
+            certificate's bound, which is of replicas in turn, is this at most.
+    """
+    kind, devices, m = plan.training.kind, plan.machines.devices, plan.training.num_microbatches
+    speeds = [[devices[rank].speed for rank in own] for own in plan.ranks]
+    if all(len({*own}) == 1 for own in speeds) or kind.updates_each or not kind.trains:
+        return plan
+    turns = [by_speed(own, m) if len({*own}) > 1 else () for own in speeds]
+    stages = tuple(
+        replace(stage, turns=own, paces=tuple(min(ours) / one for one in ours if own))
+        for stage, own, ours in zip(plan.stages, turns, speeds, strict=True)
+    )
+    best = claimed = plan.certificate.objective_seconds
+    found = plan
+    for depths in dict.fromkeys(_depths(plan, turns)):
+        other = replace(
+            plan,
+            stages=stages,
+            training=replace(plan.training, warmup=depths),
+            forecast=None,
+        )
+        seconds = seconds_of(placed(other))
+        if seconds < best:
+            forecast = simulate(other, timeline=False).forecast
+            limits = [devices[rank].memory_bytes for rank in range(len(forecast.ledgers))]
+            held = zip(forecast.ledgers, limits, strict=True)
+            if all(limit is None or one.total_bytes <= limit for one, limit in held):
+                best, found = seconds, replace(other, forecast=forecast)
+    if found is plan:
+        return plan
+    bound = min(plan.certificate.bound_seconds, least_seconds, best)
+    certificate = replace(
+        plan.certificate, objective_seconds=best, bound_seconds=bound, fastest_seconds=None,
+        status="optimal" if bound == best else "feasible",
+    )  # fmt: skip
+    was = f"{100 * (1 - best / claimed):.0f} % less than with each in turn"
+    return replace(found, certificate=certificate, notes=(*plan.notes, *_notes(found, was)))
+
+
+def _depths(plan: Plan, turns: Sequence[Pattern]) -> Iterator[tuple[int, ...]]:
+    """Warm-ups: as `warmup` has them of stages with their turns, and up to as much deeper."""
+    kind, m, ranks = plan.training.kind, plan.training.num_microbatches, plan.ranks
+    patterns = [own or in_turn(len(held)) for own, held in zip(turns, ranks, strict=True)]
+    if len({*ranks}) < len(ranks) or kind.warmup == "all":
+        counts = tuple(map(len, ranks))
+        most = max(
+            largest_share(own, m) * len(held) for own, held in zip(patterns, ranks, strict=True)
+        )
+        several = len({*ranks}) < len(ranks)
+        places = tuple(sorted({own[0] for own in ranks}).index(own[0]) for own in ranks)
+        yield warmup(plan.training.schedule, len(ranks), most, counts, 0, places if several else ())
+        return
+    for extra in range(MOST_EXTRA + 1):
+        depths, run = list[int](), 0
+        for own in reversed(patterns):
+            depth = 0
+            while run and horizon(own, depth + 1) < run + len({*own}) + extra:
+                depth += 1
+            depths.insert(0, min(depth, m - 1))
+            run = horizon(own, depth + 1)
+        yield tuple(depths)
+
+
+def _notes(plan: Plan, was: str) -> Iterator[str]:
+    m = plan.training.num_microbatches
+    for stage, own in zip(plan.stages, plan.ranks, strict=True):
+        if stage.turns:
+            shares = [len(share_of(stage.turns, q, m)) for q in range(stage.replicas)]
+            speeds = [plan.machines.devices[rank].speed for rank in own]
+            yield (
+                f"stage {stage.index}: its replicas on ranks {', '.join(map(str, own))} take "
+                f"{', '.join(map(str, shares))} of {m} microbatches, by their speeds "
+                f"({', '.join(f'{one:g}' for one in speeds)}): {was}"
+            )
