@@ -20,7 +20,7 @@ what an earlier microbatch (or a later stage) does; `passes.check` proves it for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pdcompile.schedule import Action, Instruction, Kind
@@ -124,10 +124,7 @@ class Column:
     def channel(self, send: Instruction) -> deque[Instruction]:
         """Its sends that are in flight."""
         key = (send.action.kind, send.edge, send.peer, send.target)
-        found = self.sends.get(key)
-        if found is None:
-            found = self.sends[key] = deque()
-        return found
+        return self.sends.setdefault(key, deque())
 
     def wait_send(self, sent: Instruction) -> None:
         where = (sent.stage, sent.minibatch, sent.microbatch, sent.edge, sent.peer, 0, sent.target)
@@ -137,6 +134,9 @@ class Column:
         """Take and pass on the sums of tied gradients, later stages first."""
         for lane in reversed(self.lanes.values()):
             lane.sums.pass_all(upto)
+
+    def has_backward(self, minibatch: int) -> bool:
+        return any(lane.sums.has_backward(minibatch) for lane in self.lanes.values())
 
     def finish(self) -> None:
         """End a program after which nothing is in flight."""
@@ -295,10 +295,8 @@ class StagePart:
             self.post_value()
         for one in passing:
             self.sums.take(*one)
-        others = (lane.sums.has_backward(minibatch) for lane in self.column.lanes.values())
-        # It would wait here for the sums.
-        late = self.sums.owned and (self.spec.kind.stream or any(others))
-        if ends and is_last and not late:
+        late = self.sums.owned and (self.spec.kind.stream or self.column.has_backward(minibatch))
+        if ends and is_last and not late:  # it would wait here for the sums
             self.post_collective(self.column.closing(self.stage, minibatch))
 
     # -- update ----------------------------------------------------------------------------
@@ -463,11 +461,10 @@ class TiedSums:
             and not self.has_backward(t)
         ]
 
-    def _later(self, edge: int) -> Iterator[TiedSums]:
+    def _later(self, edge: int) -> list[TiedSums]:
         """Those of the same rank, whose sums come here."""
-        for hop in self.part.hops.sums_in:
-            if hop.edge == edge and hop.local:
-                yield self.part.column.lanes[hop.stage].sums
+        own, lanes = self.part.hops.sums_in, self.part.column.lanes
+        return [lanes[hop.stage].sums for hop in own if hop.edge == edge and hop.local]
 
     def _came(self, minibatch: int, edge: int) -> bool:
         """True unless another stage of the rank has still to add to it."""

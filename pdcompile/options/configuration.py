@@ -298,9 +298,9 @@ def _dealt(options: Options, stages: int | None, there: int | None) -> tuple[int
     kind, width = kind_of(chosen_schedule(options)), _width(options.replicas)
     if kind.written is not None:
         return len(kind.written.placement), len(kind.written.rows)
-    if kind.dispatched:  # one stage more than ranks, which keeps these busy
-        ranks = there or max((stages or 1) - 1, 1)
-        return stages or ranks + (ranks > 1), ranks
+    if kind.dispatched:  # one stage more than ranks keeps these busy
+        ranks = there or max((stages or 2) - 1, 1)
+        return stages or ranks + 1, ranks
     if not kind.several or options.replicas == "any" or len({*counts_of(options)}) > 1:
         return None
     if there is None and stages is not None and stages % kind.usual:
@@ -403,7 +403,6 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
     if options.schedule == "auto":
         considered = [n for n in allowed(options.max_staleness) if KINDS[n].by_planner]
         schedules = tuple(n for n in considered if KINDS[n].usual == 1)
-    shared = bool(configuration.placement)
     space = SearchSpace(
         replicas=replicas,
         recompute=again,
@@ -413,18 +412,16 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
         stages=len(mixed)
         or (
             options.stages
-            if options.replicas in SEARCHED and not (shared and options.replicas == "1")
+            if options.replicas in SEARCHED
+            and not (configuration.placement and options.replicas == "1")
             else configuration.num_stages
         ),
-        in_order=shared,
-        recomputed=mixed,
-        idle=configuration.idle,
-        placement=configuration.placement,
-        homes=homes,
-    )
+        in_order=bool(configuration.placement), recomputed=mixed, idle=configuration.idle,
+        placement=configuration.placement, homes=homes,
+    )  # fmt: skip
     shares = [KINDS[name] for name in considered if KINDS[name].usual > 1 and not mixed]
-    several = [_sharing(options, configuration, sizes, kind) for kind in shares]
-    return replace(space, sharing=tuple(one for one in several if one is not None))
+    several = (_sharing(options, configuration, sizes, kind) for kind in shares)
+    return replace(space, sharing=tuple(filter(None, several)))
 
 
 def _sharing(

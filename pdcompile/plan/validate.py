@@ -11,7 +11,6 @@ from pdcompile.errors import ClusterError, PlanError, ScheduleError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan.embedded import Finding, unusable_numbers
 from pdcompile.schedule.registry import (
-    IN_TURN,
     KINDS,
     allowed,
     find,
@@ -165,7 +164,7 @@ def _dispatch(plan: Plan) -> Iterator[Finding]:
     if kind is None or not kind.dispatched:
         return
     for s, stage in enumerate(plan.stages):
-        placement = IN_TURN.places(count, max(plan.num_ranks // stage.replicas, 1))
+        placement = kind.placement(count, max(plan.num_ranks // stage.replicas, 1))
         due = kind.ranks(placement, stage.replicas)[s]
         if stage.ranks != due or stage.turns:
             message = f"{list(stage.ranks)}, and the turns under {kind.name!r} are {list(due)}"

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from pdcompile.errors import ScheduleError, did_you_mean
 from pdcompile.schedule.instruction import BACKWARDS, Action
-from pdcompile.schedule.placement import IN_TURN, IN_V, Placement
+from pdcompile.schedule.placement import IN_TURN, IN_V, Placement, dispatched, side_by_side
 from pdcompile.schedule.written import Written, parse
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
@@ -109,8 +109,7 @@ class ScheduleKind:
         in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
         extra: forwards that every rank adds to its warm-up, as in "interleaved+2"; None: no number.
         trains: False: forwards alone, without gradients and updates.
-        dispatched: every rank of one host runs what comes to it next: of S stages and R ranks,
-            stage s of microbatch i is on rank (i S + s) mod R.
+        dispatched: every rank of one host runs what comes to it next (`placement.dispatched`).
     """
 
     name: str
@@ -206,12 +205,8 @@ class ScheduleKind:
         return num_ranks // gcd(num_stages, num_ranks) if self.dispatched else 1
 
     def ranks(self, placement: Sequence[int], replicas: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks of every stage, so many at each place: in the order in which they take
-        microbatches, which under a dispatched schedule is another one for each stage."""
-        if not self.dispatched:
-            return tuple(tuple(range(p * replicas, (p + 1) * replicas)) for p in placement)
-        count, ranks = len(placement), len({*placement}) * replicas
-        return tuple(tuple((i * count + s) % ranks for i in range(replicas)) for s in range(count))
+        """The ranks of every stage, in the order in which they take microbatches."""
+        return (dispatched if self.dispatched else side_by_side)(placement, replicas)
 
     def order(self, stages: Sequence[StageWork]) -> Iterator[Task]:
         """The tasks of one rank in one call; its module is loaded on use."""
@@ -307,9 +302,7 @@ _ROWS = (
         update="updates as eager gradient accumulation does, bit for bit",
         source="Huang et al., 2019, arXiv 1811.06965",
         module="pdcompile.passes.schedules.gpipe",
-        warmup="all",
-        stages_per_rank=None,
-        in_torch="GPipe",
+        warmup="all", stages_per_rank=None, in_torch="GPipe",
     ),
     ScheduleKind(
         "1f1b",
@@ -337,11 +330,7 @@ _ROWS = (
         update="updates as eager gradient accumulation does, bit for bit",
         source="Zero Bubble, ZB-V: Qi et al., 2023 and 2024, arXiv 2401.10241 and 2405.15362",
         module="pdcompile.passes.schedules.zb_v",
-        stages_per_rank=2,
-        usual=2,
-        placed=IN_V,
-        splits_backward=True,
-        in_torch="ZBVZeroBubble",
+        stages_per_rank=2, usual=2, placed=IN_V, splits_backward=True, in_torch="ZBVZeroBubble",
     ),
     ScheduleKind(
         "round",

@@ -291,8 +291,8 @@ def hops(spec: PipelineSpec, stage: int, replica: int = 0) -> Hops:
     A value goes from its source to every target.  Its gradient goes last target → … → first
     target → source, each adding its own (eager's order of summation).  The sum of a tied
     parameter's gradients goes last holder → … → owner once an update: replica q sends to replica
-    q mod r of the next holder, or to that on its own rank.  The owner's new weights go to every other
-    holder, whose replicas get them from those of the owner in turn.
+    q mod r of the next holder, or to that on its own rank.  The owner's new weights go to every
+    other holder, whose replicas get them from those of the owner in turn.
     """
     value_in, value_out, down, up = [], [], [], []
     for index, edge in enumerate(spec.edges):
