@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pdcompile
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, PlanError
 from pdcompile.passes.check import check
 from pdcompile.passes.schedules import round as roundpipe
 from pdcompile.passes.schedules.alone import chain
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Edge, Plan, TiedParameter
+from pdcompile.plan import Edge, Forecast, Plan, TiedParameter
 from pdcompile.plan.times import times_of
+from pdcompile.schedule.registry import KINDS, allowed
 from tests.helpers import alike
 from tests.helpers.alike import WORKLOAD, Call, run_verbs
 from tests.helpers.launch import processes
-from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
+from tests.helpers.models import gpt, mlp, unet
 from tests.helpers.schedules import same_clock
+from tests.test_parts.test_pipelines import checkpoints_fit
 from tests.test_replicas_on_ranks import TORCHRUN
 from tests.test_schedules import drawn, drawn_in
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 OPTIONS: dict[str, Any] = {"schedule": "round", "microbatches": 4, "max_grad_norm": 0.3,
     "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}  # fmt: skip
 compiled = partial(alike.compiled, stages=5, **OPTIONS)
@@ -101,19 +104,40 @@ def test_training_is_that_of_the_reference(build: Any, ranks: int, options: Any)
     alike.train_alike(pipe, build, atol=2e-5, **OPTIONS)
 
 
+@pytest.mark.parametrize("build", [mlp, unet])
+def test_a_microbatch_a_rank_is_the_reference_bit_for_bit(build: Any) -> None:
+    """Sums over ranks are then in the order of microbatches."""
+    options = {**OPTIONS, "microbatches": 3}
+    pipe = compiled(build, cluster=Cluster.local(3), microbatches=3)
+    alike.train_alike(pipe, build, **options)
+
+
 def test_a_heavy_head_keeps_all_ranks_busy() -> None:
-    """Most of the work is one matrix: no plan of one rank a stage idles so little."""
-    model = gpt(tied=False, layers=4, vocab=4096)
-    x, y = batch_for("gpt", 12)
-    make = partial(
-        pdcompile.compile, model, (x,), example_target=y, loss_fn=loss_for(model),
-        costs="estimated", cluster="1x3", microbatches=12, progress=False,
-    )  # fmt: skip
-    turns = make(schedule="round", stages=5).plan.forecast
-    others = [make(schedule=name).plan.forecast for name in ("gpipe", "1f1b", "zb-h1")]
-    others.append(make(schedule="auto").plan.forecast)
-    assert turns.bubble < min(one.bubble for one in others)
-    assert turns.step_seconds < min(one.step_seconds for one in others[:2])
+    """Half of the work is one layer: of all cuts under all schedules that drain, with stages that
+    have a rank of their own, none idles so little or is so fast."""
+    layers, ranks, m = (1.0, 1.0, 1.0, 1.0, 1.0, 5.0), 3, 12
+
+    def simulated(schedule: str, stages: int, cut: tuple[int, ...]) -> Forecast:
+        plan, ends = chain(schedule, stages, m, ranks), (0, *cut, len(layers))
+        seconds = [sum(layers[a:b]) for a, b in pairwise(ends)]
+        own = [
+            replace(stage, forward_seconds=one, backward_seconds=2 * one)
+            for stage, one in zip(plan.stages, seconds, strict=True)
+        ]
+        found = simulate(replace(plan, stages=tuple(own)), timeline=False).forecast
+        assert found is not None
+        return found
+
+    kinds = [KINDS[name] for name in allowed(0) if not KINDS[name].dispatched]
+    others = [
+        simulated(kind.name, kind.usual * ranks, cut)
+        for kind in kinds
+        for cut in combinations(range(1, len(layers)), kind.usual * ranks - 1)
+    ]
+    for stages in (4, 5):
+        found = simulated("round", stages, tuple(range(1, stages)))
+        assert found.bubble < 1e-9 < 0.1 < min(one.bubble for one in others)
+        assert found.step_seconds < min(one.step_seconds for one in others)
 
 
 def test_what_it_has_not() -> None:
@@ -151,6 +175,14 @@ def test_on_the_command_line(tmp_path: Path, call: Call) -> None:
         ["explain", plan],
     )
     assert "round: 3 stages on 2 ranks" in said
+
+
+@pytest.mark.slow
+def test_checkpoints_fit_any_other_plan(tmp_path: Path) -> None:
+    """The first replicas of stages are on unlike ranks."""
+    turns: dict[str, Any] = {"schedule": "round", "stages": 3}
+    settings = [turns, {"stages": 2}, {**turns, "updates": "home"}, turns]
+    checkpoints_fit("adamw", settings, tmp_path, ranks=2)
 
 
 _THEIRS = '(models.mlp, "1f1b", "all"), (models.unet, "2bw", "none")'
