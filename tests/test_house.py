@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "runtime": (("runtime",), 9_425),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_669,
+        3_670,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_007),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_130),

@@ -140,6 +140,12 @@ def test_a_heavy_head_keeps_all_ranks_busy() -> None:
         assert found.step_seconds < min(one.step_seconds for one in others)
 
 
+def test_the_planner_chooses_where_updates_are() -> None:
+    plan = compiled(mlp, cluster="1x2", updates="auto").plan
+    assert plan.training.updates == "home"
+    assert all(len(stage.home_bytes) == 2 for stage in plan.stages)
+
+
 def test_what_it_has_not() -> None:
     with pytest.raises(ConfigError, match="runs what comes to it next"):
         compiled(mlp, cluster=Cluster.local(2), replicas=2)

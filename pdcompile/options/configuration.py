@@ -391,7 +391,7 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
     width = kind_of(schedules[0]).width(stages, devices)
     replicas = _replicas(options.replicas if width == 1 else width, stages)
     homes: tuple[bool, ...] = (options.updates == "home",)
-    if options.updates == "auto" and options.optimizer and options.replicas not in (1, "1"):
+    if options.updates == "auto" and options.optimizer and replicas != "1":
         homes = (True, False)  # which take no longer come first
     if not options.searches:
         counts = (configuration.training.num_microbatches,)
