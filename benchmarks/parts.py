@@ -2,7 +2,7 @@
 
     python benchmarks/parts.py                        # the whole zoo, captured anew
     python benchmarks/parts.py --only gpt2 t5 --parts 4
-    python benchmarks/parts.py --graphs graphs --write    # docs/parts_coverage.md
+    python benchmarks/parts.py --graphs graphs --write    # benchmarks/results/parts_coverage.md
 
 Every model is captured in a process of its own; `--graphs` keeps what was captured in a folder,
 and reads it from there.  Nothing is trained.
@@ -30,7 +30,7 @@ from tests.zoo.case import Entry, build  # noqa: E402
 from tests.zoo.isolate import CPU_SECONDS, MEMORY_BYTES, apart, preload  # noqa: E402
 from tests.zoo.models import FAMILIES, chosen  # noqa: E402
 
-PAGE = ROOT / "docs" / "parts_coverage.md"
+PAGE = ROOT / "benchmarks" / "results" / "parts_coverage.md"
 SPLITS = ("width", "sequence")
 TRANSFORMERS = ("text encoder", "text decoder")
 ASKED = 0.95
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--family", nargs="+", default=[], choices=FAMILIES)
     parser.add_argument("--parts", type=int, default=2)
     parser.add_argument("--graphs", default="out/graphs", help="folder of captured graphs")
-    parser.add_argument("--write", action="store_true", help="write docs/parts_coverage.md")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     return parser
 
 
@@ -148,7 +148,7 @@ def _short(rows: Iterable[Row]) -> list[str]:
 
 
 def page(rows: Sequence[Row], parts: int) -> str:
-    """docs/parts_coverage.md."""
+    """benchmarks/results/parts_coverage.md."""
     text = [row for row in rows if row.family in TRANSFORMERS]
     fine = sum(row.shares["width"].flops >= ASKED for row in text)
     every = sum(row.shares["width"].flops >= ASKED for row in rows)
@@ -166,7 +166,8 @@ def page(rows: Sequence[Row], parts: int) -> str:
         "logits are divided along the vocabulary, where it is large and the parts divide it;",
         "training steps give no outputs here.",
         "",
-        "`compile(…, parts=2, split=…)` runs it: [Devices inside a stage](more_devices.md).",
+        "`compile(…, parts=2, split=…)` runs it: "
+        "[Devices inside a stage](../../docs/more_devices.md).",
         "",
         f"By width, {fine} of {len(text)} encoders and decoders of text have at least {ASKED:.0%}"
         f" of their FLOPs divided, and {every} of all {len(rows)} models.",

@@ -117,7 +117,9 @@ class MuonClip(torch.optim.Muon):
         self.limit = limit
         found, ends = dict(named), ("query.weight", "key.weight")
         names = [name.removesuffix(ends[0]) for name in found if name.endswith(ends[0])]
-        self.attention = [(buffer(f"{n}peak"), [found[n + end] for end in ends]) for n in names]
+        self.attention = [
+            (buffer(f"{n}peak", "max"), [found[n + end] for end in ends]) for n in names
+        ]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

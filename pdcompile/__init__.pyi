@@ -40,6 +40,7 @@ from pdcompile.problem.constraints import CutBefore as CutBefore
 from pdcompile.problem.constraints import Forbid as Forbid
 from pdcompile.problem.constraints import MaxStages as MaxStages
 from pdcompile.problem.constraints import Pin as Pin
+from pdcompile.problem.constraints import Split as Split
 from pdcompile.problem.constraints import Together as Together
 from pdcompile.reference import reference as reference
 from pdcompile.runtime.pipeline import Pipeline as Pipeline

@@ -215,7 +215,7 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
         microbatch_size=_largest(layout, plan) if layout.splits else None,
         autocast=plan.training.autocast, evaluates=True,
     )  # fmt: skip
-    evaluation = evaluated_in_parts(found.eval, usual.capture, plan.training.parts)
+    evaluation = evaluated_in_parts(found.eval, usual.capture, plan.training)
     captured = replace(
         usual.capture, eval=evaluation, attributes=found.attributes, arguments=found.arguments
     )
@@ -239,11 +239,11 @@ def fastest(
     search = LayoutSearch(len(open_to) > 1, step.listener)
     for one in search.turns(open_to):
         with search.trying(one):
-            search.add(_planned(model, flat, one, num_ranks, step, search))
+            search.add(planned_layout(model, flat, one, num_ranks, step, search))
     return search.fastest()
 
 
-def _planned(
+def planned_layout(
     model: nn.Module,
     flat: FlatCall,
     options: Options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Alternative, Plan
 from pdcompile.units import format_seconds
 
+FIRST_PLAN = 5.0  # seconds of search that a first plan takes at most, of all but huge models
 NOT_HERE = (ClusterError, ConfigError, InfeasibleError, LaunchError)  # of one layout among others
 
 
@@ -68,19 +70,24 @@ class LayoutSearch:
         self._bounds: dict[str, float] = {}  # of those in each that was not impossible
         self._first: PdcompileError | None = None
         self._time_limit: float | None = None
+        self._searched, self._began = 0.0, inf  # seconds; when the search of a layout began
         self._least = 0.0  # seconds that no step of the present layout can take less than
 
     def turns(self, layouts: Sequence[Options]) -> Iterator[Options]:
-        """Each layout with its share of one half of the time, then the best one with the other."""
+        """Each layout with its share of one half of the time, then the best one with the other.
+
+        What a layout leaves is for the next ones, and each may take as long as a first plan does.
+        """
         if not self.several:
             yield from layouts
             return
-        total = self._time_limit = layouts[0].time_limit
-        half = (DEFAULT_SECONDS if total is None else total) / 2
-        for one in layouts:
-            yield replace(one, time_limit=half / len(layouts))
+        self._time_limit = layouts[0].time_limit
+        total = DEFAULT_SECONDS if self._time_limit is None else self._time_limit
+        for left, one in zip(range(len(layouts), 0, -1), layouts, strict=True):
+            share = (total / 2 - self._searched) / left
+            yield replace(one, time_limit=max(share, min(FIRST_PLAN, total / 2)))
         if self.best is not None:
-            yield replace(self.best.options, time_limit=half)
+            yield replace(self.best.options, time_limit=max(total - self._searched, total / 2))
 
     @contextmanager
     def trying(self, options: Options) -> Iterator[None]:
@@ -99,6 +106,9 @@ class LayoutSearch:
             if self._first is None:
                 error.message = f"{named(options)}: {error.message}; nor is there another layout"
                 self._first = error
+        finally:
+            self._searched += max(time.monotonic() - self._began, 0.0)
+            self._began = inf
 
     def check(self, least_seconds: float) -> None:
         """Take the seconds that no step of the present layout can take less than.
@@ -106,7 +116,7 @@ class LayoutSearch:
         Raises:
             Slower: the best one so far takes no longer.
         """
-        self._least = least_seconds
+        self._least, self._began = least_seconds, time.monotonic()
         if least_seconds >= self.best_seconds:
             raise Slower(least_seconds)
 

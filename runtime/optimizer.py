@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -82,14 +82,21 @@ class Updater:
         gradients = weights.harvest(minibatch)
         if weights.advance(minibatch) and not skipped:
             given = [(weights.master(fqn), gradient) for fqn, gradient in gradients.items()]
-            self.apply(minibatch, given, stage)
+            self.apply(minibatch, given, stage, {id(weights.master(fqn)) for fqn in weights.owned})
         weights.adopt()
         weights.taken(minibatch)
 
     def apply(
-        self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]], stage: int = 0
-    ) -> None:
-        """One optimizer step of a stage with these gradients alone; clears them."""
+        self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]], stage: int,
+        own: Collection[int],
+    ) -> None:  # fmt: skip
+        """One optimizer step of a stage with these gradients alone; clears them.
+
+        `own`: ids of its parameters.
+
+        Raises:
+            ConfigError: the step changed one of another stage.
+        """
         self._notice()
         groups = self.optimizer.param_groups
         hidden = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
@@ -104,7 +111,16 @@ class Updater:
             self._enter(stage)
             before = [dict(values) for values in self._values()]
             written = copy.deepcopy(chosen)
+            others = self._versions(own)
             self.optimizer.step()
+            if self._versions(own) != others:
+                raise ConfigError(
+                    "the optimizer's step with the gradients of one stage changes parameters of "
+                    "another one, which may still need them, or have them on another rank",
+                    where="optimizer",
+                    remedy="in step leave parameters without a gradient alone, and cut at borders "
+                    'of modules whose parameters belong together: CutAt("layers.*")',
+                )
             self._leave(stage, before)
         _carry_over(written, chosen, present)
         _set_gradients((parameter, None) for parameter, _ in given)
@@ -113,6 +129,13 @@ class Updater:
             # What the optimizer itself changed (a step count of its own) stays.
             group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
         self._shown = {(n, k): self._values()[n].get(k, _NOTHING) for n, k in self._before}
+
+    def _versions(self, own: Collection[int]) -> list[int]:
+        """How often each parameter of other stages was written."""
+        if self._homes is not None and self._homes.wholes:
+            return []
+        every = (one for group in self.optimizer.param_groups for one in group["params"])
+        return [one._version for one in every if id(one) not in own]
 
     def values_of(self, stage: int) -> list[dict[str, Any]]:
         """The values of the param_groups that the next update of a stage begins with, but for the

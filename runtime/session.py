@@ -94,8 +94,8 @@ class Session(Guarded):
         if world is not None:
             self.state.discard_others(keep=self.options.held)
         self._adopt()
-        held = set(self.stages) if world is not None else set()
-        tied = [one.fqn for one in plan.tied if held & set(one.stages)]
+        # On all ranks, which are to refuse a write alike, whoever holds the values.
+        tied = [one.fqn for one in plan.tied] if world is not None else []
         self._watch = ModelWatch(model, options.loss_fn, compiled, tied, several=world is not None)
         self._optimizer_watch = OptimizerWatch(self.optimizer, self.loss_scale)
         self.end_call()
@@ -251,8 +251,9 @@ class Session(Guarded):
         for weights in held:
             if weights.starts_anew:  # what the user changes before is part of the new history
                 weights.forget()
-            if isinstance(weights, ReplicaWeights) and not self.replicas_apart:
-                weights.follow_buffers(self.state.tensors.__getitem__)
+            if isinstance(weights, ReplicaWeights):
+                names = self.state.maxima if self.replicas_apart else None
+                weights.follow_buffers(self.state.tensors.__getitem__, names)
 
     def _rebind(self, name: str, buffer: Tensor) -> None:
         fqn = self.state.rebind(name, buffer)
@@ -417,7 +418,9 @@ class Workers:
             homes = session.state.homes
             gathering = self._sums(stage, rank, "homes") if self._spec.homes else None
             sums = self._sums(stage, rank)
-            worker.replicas = Replicas(sums, weights, written, homes, gathering)
+            worker.replicas = Replicas(
+                sums, weights, written, homes, gathering, session.state.maxima
+            )
         return worker
 
     def _weights(self, stage: int) -> StageWeights:

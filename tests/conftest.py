@@ -13,6 +13,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -68,6 +70,45 @@ def fast(request: pytest.FixtureRequest) -> bool:
 
 def _is_fast(config: pytest.Config) -> bool:
     return bool(config.option.markexpr == "not slow")
+
+
+class _Waiting:
+    """Says every so often, while others run the tests, which one takes so long."""
+
+    FIRST, LATER = 10.0, 60.0  # seconds
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session, self._running, self._done = session, dict[str, float](), 0
+        self._began, self._ended = time.monotonic(), threading.Event()
+        threading.Thread(target=self._tell, daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running[nodeid] = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._running.pop(nodeid, None)
+        self._done += 1
+
+    def pytest_sessionfinish(self) -> None:
+        self._ended.set()
+
+    def _tell(self) -> None:
+        wait = self.FIRST
+        while not self._ended.wait(wait):
+            wait, now, running = self.LATER, time.monotonic(), [*self._running.items()]
+            name, since = min(running, key=lambda one: one[1], default=("collection", self._began))
+            left = max(self._session.testscollected - self._done, 0)
+            self._session.config.get_terminal_writer().write(
+                f"\n{now - self._began:.0f} s: {name} has run for {now - since:.0f} s, "
+                f"{left} tests are left\n",
+                flush=True,
+            )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    workers = session.config.getoption("numprocesses", None)
+    if workers and "PYTEST_XDIST_WORKER" not in os.environ:
+        session.config.pluginmanager.register(_Waiting(session))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -125,6 +125,19 @@ def test_who_reads_it(tmp_path: Path, target: str, captures: list[Any], call: Ca
     assert text_of(tmp_path / "anew") == text_of(folder)
 
 
+def test_a_dumped_folder_has_its_capture(
+    tmp_path: Path, target: str, captures: list[Any], call: Call
+) -> None:
+    folder = tmp_path / "stages"
+    assert call("dump", target, *LOCAL, "-o", str(folder))[0] == 0
+    captures.clear()
+    given = ("--plan", str(folder / "plan.json"))
+    assert call("dump", target, *given, "-o", str(tmp_path / "again"))[0] == 0
+    export(folder / "plan.json", target, to="accelerate", folder=tmp_path / "exported")
+    assert captures == []
+    assert text_of(tmp_path / "again") == text_of(folder)
+
+
 def test_a_model_without_values_is_trained_as_it_is_now(
     tmp_path: Path, target: str, call: Call
 ) -> None:

@@ -25,6 +25,7 @@ from pdcompile.problem.constraints import (
     Forbid,
     MaxStages,
     Pin,
+    Split,
     Together,
     describe,
     parsed,
@@ -205,6 +206,7 @@ def test_constraints_are_read_from_the_command_line() -> None:
         "cut_at": ["h.*", "head"],
         "cut_before": ["h.1"],
         "max_stages": ["2"],
+        "split_of": ["h.0=width"],
     }
     assert set(parsed(written)) == {
         Pin("h.0", 1),
@@ -215,6 +217,7 @@ def test_constraints_are_read_from_the_command_line() -> None:
         CutAt("h.*", "head"),
         CutBefore("h.1"),
         MaxStages(2),
+        Split("h.0", "width"),
     }
     assert parsed({}) == ()
 

@@ -244,6 +244,28 @@ BYTES = """
 """
 
 
+def test_a_write_to_a_tied_weight_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """On those too that hold none of it: replicas of a stage between the two that do."""
+    script = (
+        COMMON
+        + """
+    model = model_of("gpt")
+    with compiled(model, stages=3, replicas=2, updates="home") as pipe:
+        pipe.step(**inputs, target=target)
+        with torch.no_grad():
+            model.tokens.weight.mul_(1.5)
+        try:
+            pipe.step(**inputs, target=target)
+        except pdcompile.ConfigError as error:
+            print("REFUSED", error.message, error.where)
+    """
+    )
+    run = processes(script, 6, tmp_path)
+    said = "REFUSED a parameter was changed that other ranks hold copies of (tied weights) tokens"
+    assert run.code == 0, run
+    assert run.output.count(said) == 6, run
+
+
 def test_optimizers_hold_what_the_ledger_says(tmp_path: Path) -> None:
     run = processes(BYTES, 2, tmp_path)
     assert run.code == 0, run

@@ -10,9 +10,10 @@ import pytest
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition, search
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.space.no_plan import irreducible, keeping, limits_of, no_assignment
+from pdcompile.passes.partition.space.no_plan import keeping, limits_of, no_assignment
 from pdcompile.plan.evaluate import violations
 from pdcompile.problem import PartitionProblem, Wish
+from pdcompile.problem.constraints import smallest_conflict
 from tests.helpers.problems import chain_problem, random_problem
 
 
@@ -63,11 +64,13 @@ def check(problem: PartitionProblem) -> None:
     refused = caught.value
     assert refused.remedy
     named = refused.message.rpartition(": ")[2]
-    core = irreducible(limits, lambda chosen: solvable(keeping(problem, chosen)))
+    core = smallest_conflict(limits, lambda chosen: solvable(keeping(problem, chosen)))
     assert " and ".join(limit.text for limit in core) == named
     assert not solvable(keeping(problem, core))
     for without in core:
         assert solvable(keeping(problem, [limit for limit in core if limit != without]))
+    for fewer in itertools.combinations(limits, len(core) - 1):
+        assert solvable(keeping(problem, fewer))
     for remedy in refused.others:
         fewer = remedy.startswith("ask for fewer")
         if not (fewer or remedy.startswith("leave out ")):

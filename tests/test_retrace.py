@@ -46,6 +46,7 @@ class Layer(nn.Module):
         y = F.dropout(y, 0.1, self.training)
         top, where = y.topk(2, dim=-1)
         y = torch.cat([y[:, 1:], top[:, :1]], dim=1) / (self.scale + 2)
+        y = y / self.scale.norm()  # which is written in Python, and passes its defaults on
         return x + self.drop(F.gelu(y, approximate="tanh")) + where.sum()
 
 

@@ -2,33 +2,62 @@
 
 ``--parts any --replicas any --updates auto`` against stages x replicas x parts by each split and
 updates by hand, every device in use, on the same costs: as in section ``regret``, but with 1F1B and
-as many microbatches everywhere.
+as many microbatches everywhere.  Last against the settings that others publish for Llama 2 70B on
+64 GPUs.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
-from pdcompile.batch import FlatCall, example_call
+from pdcompile.batch import example_call
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.driver import build
+from pdcompile.driver import fastest, planned_layout
 from pdcompile.errors import PdcompileError
+from pdcompile.layout_search import LayoutSearch, Planned
 from pdcompile.options import Options
 from pdcompile.options.layouts import SPLITS
+from pdcompile.pass_runner import PassRunner
+from pdcompile.passes.simulate import simulate
 from planning.regret import GB, NETWORK, TEN_GBIT, made
 from planning.tables import Table, percent
 
 COMMAND = "python benchmarks/planner.py --only parts"
-AUTO, FIXED = 60.0, 5.0  # seconds of search
-#: model, hosts, devices of each, their kind and memory, bytes/s between hosts, microbatches
+AUTO, FIXED = 60.0, 20.0  # seconds of search
+
+
+class Case(NamedTuple):
+    """A model on hosts of so many devices of a kind, each with so much memory."""
+
+    model: str
+    hosts: int
+    devices: int
+    kind: str
+    memory: int
+    network: float  # bytes/s between hosts
+    microbatches: int
+
+
 CASES = (
-    ("GPT-2 medium", 1, 4, "a100-40", 40 * GB, NETWORK, 8),
-    ("GPT-2 medium", 2, 4, "a100-40", 40 * GB, TEN_GBIT, 8),
-    ("Llama 7B", 2, 4, "a100-80", 80 * GB, NETWORK, 8),
-    ("Llama 13B", 4, 8, "a100-80", 80 * GB, NETWORK, 16),
+    Case("GPT-2 medium", 1, 4, "a100-40", 40 * GB, NETWORK, 8),
+    Case("GPT-2 medium", 2, 4, "a100-40", 40 * GB, TEN_GBIT, 8),
+    Case("Llama 7B", 2, 4, "a100-80", 80 * GB, NETWORK, 8),
+    Case("Llama 13B", 4, 8, "a100-80", 80 * GB, NETWORK, 16),
 )
+
+
+#: of the performance summary of NVIDIA NeMo 24.07 (docs/source/performance), of
+#: torchtitan/models/llama3/train_configs/llama3_70b.toml ("a preset for 64 A100 GPUs", whose FSDP
+#: of the 8 groups is homes of updates here), and of Narayanan et al., 2021, arXiv 2104.04473, table
+#: 1, 76.1 billion parameters, on a quarter of its replicas
+PUBLISHED = {
+    "NeMo: TP 4, PP 4": {"stages": 4, "replicas": 4, "parts": 4},
+    "torchtitan: TP 8, FSDP 8": {"stages": 1, "replicas": 8, "parts": 8},
+    "Megatron-LM: TP 8, PP 4": {"stages": 4, "replicas": 2, "parts": 8},
+}
+OF_70B = Case("Llama 2 70B", 8, 8, "a100-80", 80 * GB, NETWORK, 128)
 
 
 def fixed(hosts: int, inside: int) -> Iterator[dict[str, Any]]:
@@ -42,44 +71,69 @@ def fixed(hosts: int, inside: int) -> Iterator[dict[str, Any]]:
                            "split": split, "updates": updates}  # fmt: skip
 
 
-def step_seconds(model: Any, flat: FlatCall, options: dict[str, Any]) -> tuple[float, str] | None:
-    """Seconds of a step by the plan's forecast, and the plan in words; None: there is none."""
-    given = {"costs": "estimated", "verify": "off", "outputs": "none", "progress": False}
-    try:
-        plan = build(model, flat, Options.given({**given, **options})).plan
-    except PdcompileError:
+class Beside:
+    """Plans of one case, captured once: of all that is open, and of choices made by hand."""
+
+    def __init__(self, case: Case) -> None:
+        levels = [Level("host", case.devices, 200e9, 5e-6)]
+        levels += [Level("network", case.hosts, case.network, 2e-5)] if case.hosts > 1 else []
+        devices = (Device(case.kind, case.memory),) * (case.hosts * case.devices)
+        self.same = {
+            "cluster": Cluster(devices, tuple(levels)), "microbatches": case.microbatches,
+            "recompute": "auto", "costs": "estimated", "verify": "off", "outputs": "none",
+            "progress": False,
+        }  # fmt: skip
+        self.model, given = made(case.model)
+        self.flat = example_call(self.model, given, None)
+        self.runner = PassRunner()
+        self.tried = LayoutSearch(True, self.runner.listener)
+
+    def auto(self, **more: Any) -> tuple[float, str] | None:
+        """Seconds of a step of the best plan found, and the plan in words; None: none."""
+        open_to = {"parts": "any", "replicas": "any", "updates": "auto", "time_limit": AUTO}
+        options = Options.given({**self.same, **open_to, **more})
+        try:
+            return described(fastest(self.model, self.flat, options, None, self.runner))
+        except PdcompileError:
+            return None
+
+    def by_hand(self, choices: dict[str, Any]) -> tuple[float, str] | None:
+        """The same of one choice; None too where all its work takes longer than the best plan."""
+        options = Options.given({**self.same, "time_limit": FIXED, **choices})
+        with self.tried.trying(options):
+            found = planned_layout(self.model, self.flat, options, None, self.runner, self.tried)
+            self.tried.add(found)
+            return described(found)
         return None
-    assert plan.forecast is not None
+
+
+def described(found: Planned) -> tuple[float, str]:
+    plan = found.plan
+    forecast = plan.forecast or simulate(plan).forecast
     training, replicas = plan.training, sorted({stage.replicas for stage in plan.stages})
     text = f"{len(plan.stages)} stages of {'-'.join(map(str, replicas))}"
     text += f" in {training.parts} by {training.split}" if training.parts != 1 else ""
-    return plan.forecast.step_seconds, text + ", at homes" * (training.updates == "home")
+    return forecast.step_seconds, text + ", at homes" * (training.updates == "home")
 
 
-def run(cases: Any = CASES) -> list[Table]:
+def run(cases: Iterable[Case] = CASES) -> list[Table]:
     warnings.simplefilter("ignore")
     table = Table(
         "parts", f"parts any ({AUTO:.0f} s) against fixed choices ({FIXED:.0f} s each)", COMMAND,
         ("model", "cluster", "auto", "which", "best fixed", "which fixed", "regret", "found"),
         (14, 22, 8, 44, 10, 44, 8, 7),
     ).begin()  # fmt: skip
-    for name, hosts, inside, kind, memory, rate, microbatches in cases:
-        levels = [Level("host", inside, 200e9, 5e-6), Level("network", hosts, rate, 2e-5)]
-        levels = levels[: 1 if hosts == 1 else 2]
-        cluster = Cluster((Device(kind, memory),) * (hosts * inside), tuple(levels))
-        model, given = made(name)
-        flat = example_call(model, given, None)
-        same = {"cluster": cluster, "microbatches": microbatches, "recompute": "auto"}
-        open_to = {"parts": "any", "replicas": "any", "updates": "auto", "time_limit": AUTO}
-        auto = step_seconds(model, flat, {**same, **open_to})
-        every = list(fixed(hosts, inside))
-        found = [step_seconds(model, flat, {**same, **one, "time_limit": FIXED}) for one in every]
+    for case in cases:
+        beside = Beside(case)
+        auto = beside.auto()
+        every = list(fixed(case.hosts, case.devices))
+        found = [beside.by_hand(choices) for choices in every]
         best = min((one for one in found if one is not None), default=None)
-        regret = percent(auto[0] / best[0] - 1) if auto and best else "–"
         table.add(
-            name, f"{hosts} x {inside} {kind} {memory // GB} GB",
+            case.model, f"{case.hosts} x {case.devices} {case.kind} {case.memory // GB} GB",
             f"{auto[0]:.4g}" if auto else "–", auto[1] if auto else "–",
             f"{best[0]:.4g}" if best else "–", best[1] if best else "–",
-            regret, f"{sum(one is not None for one in found)}/{len(every)}",
+            percent(auto[0] / best[0] - 1) if auto and best else "–",
+            f"{sum(one is not None for one in found)}/{len(every)}",
         )  # fmt: skip
     return [table]

@@ -78,14 +78,14 @@ def models() -> Iterator[tuple[str, Callable[[], nn.Module], int]]:
     yield "ResNet-50", lambda: hf.ResNetForImageClassification(hf.ResNetConfig()), 0
 
 
-def batch(tokens: int) -> dict[str, Any]:
+def batch(tokens: int, samples: int = SAMPLES) -> dict[str, Any]:
     if not tokens:
         images = torch.empty(SAMPLES, 3, 224, 224, device="meta")
         return {
             "pixel_values": images,
             "labels": torch.zeros(SAMPLES, dtype=torch.long, device="meta"),
         }
-    ids = torch.zeros(SAMPLES, tokens, dtype=torch.long, device="meta")
+    ids = torch.zeros(samples, tokens, dtype=torch.long, device="meta")
     return {"input_ids": ids, "labels": ids}
 
 

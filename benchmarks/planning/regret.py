@@ -46,7 +46,12 @@ CASES = (
     ("VGG-16", 16, 1, "v100", 16 * GB, TEN_GBIT),
     ("Mixtral, 16 layers of 1024", 1, 8, "a100-80", 80 * GB, NETWORK),
 )
-LLAMAS = {"Llama 7B": (4096, 11008, 32, 32), "Llama 13B": (5120, 13824, 40, 40)}
+#: width, inner width, layers, heads, heads of keys and values; samples of a minibatch, tokens
+LLAMAS = {
+    "Llama 7B": (4096, 11008, 32, 32, 32, SAMPLES, 2048),
+    "Llama 13B": (5120, 13824, 40, 40, 40, SAMPLES, 2048),
+    "Llama 2 70B": (8192, 28672, 80, 64, 8, 128, 4096),
+}
 
 
 def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -55,12 +60,12 @@ def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
     with torch.device("meta"):
         if name in LLAMAS:
-            hidden, inner, layers, heads = LLAMAS[name]
+            hidden, inner, layers, heads, pairs, samples, tokens = LLAMAS[name]
             config = hf.LlamaConfig(
                 hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=heads,
+                num_attention_heads=heads, num_key_value_heads=pairs,
             )  # fmt: skip
-            return hf.LlamaForCausalLM(config).train(), batch(2048)
+            return hf.LlamaForCausalLM(config).train(), batch(tokens, samples)
         if name == "VGG-16":
             return _vgg().train(), {"pixel_values": torch.empty(SAMPLES, 3, 224, 224)}
         build, tokens = next((build, tokens) for one, build, tokens in models() if one == name)

@@ -22,6 +22,7 @@ from pdcompile.problem.constraints import (
     Forbid,
     Pin,
     Placed,
+    Split,
     Together,
     describe,
     patterns_of,
@@ -51,7 +52,8 @@ class Constraints:
             found = tuple(_match(graph, one, constraint) for one in patterns_of(constraint))
             if isinstance(constraint, CutAt):
                 found = tuple(between_borders(graph, constraint.patterns))
-            wishes.matched.append((constraint, found))
+            if not isinstance(constraint, Split):  # which says nothing of cuts
+                wishes.matched.append((constraint, found))
         return wishes
 
     def marks(self, groups: Groups) -> dict[int, frozenset[int]]:
@@ -110,6 +112,7 @@ class Constraints:
                 tuple(sorted((item_of[a], item_of[b]))) for a, b in self._apart(constraint, found)
             }
             return Wish(text, apart=tuple((a, b) for a, b in sorted(pairs)))
+        assert not isinstance(constraint, Split)
         return Wish(text, max_stages=constraint.count)
 
     def _apart(

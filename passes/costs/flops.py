@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from pdcompile.ir.graph import size_at
-from pdcompile.passes.costs.costed_op import CostedOp, words
+from pdcompile.ir.graph import Op, size_at
+from pdcompile.passes.costs.costed_op import CostedOp, plain_name, words
 
 Formula = Callable[[CostedOp], int]
 
@@ -40,6 +40,11 @@ def rule_of(call: CostedOp) -> Rule:
     if call.op.opaque:
         return Rule(_opaque)
     return _RULES.get(call.name, Rule(_made(1)))
+
+
+def is_product(op: Op) -> bool:
+    """True if the op is of the matmul family, whose factors an autocast region casts."""
+    return _RULES.get(plain_name(op), Rule(_nothing)).product
 
 
 def forward_flops(call: CostedOp) -> int:

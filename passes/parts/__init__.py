@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from pdcompile.errors import ConfigError, PlanError, some
+from pdcompile.errors import ConfigError, PdcompileError, PlanError, some
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.ir.records import PARTS
-from pdcompile.parts.shard import Division
+from pdcompile.parts.shard import Division, Split
+from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.costs.costed_op import plain_name
 from pdcompile.passes.parts.axes import ATTENTION
 from pdcompile.passes.parts.choice import product_flops
@@ -22,6 +23,8 @@ from pdcompile.passes.parts.written import Program, write
 from pdcompile.passes.stages.assemble import plan_of_cut
 from pdcompile.passes.stages.boundaries import place_eval, stage_of_ops
 from pdcompile.plan import Plan, Training
+from pdcompile.problem.constraints import Split as Wished
+from pdcompile.problem.constraints import describe, smallest_conflict
 
 StageOf = Callable[[], Mapping[str, int]]
 
@@ -43,8 +46,9 @@ def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = No
         placed = stage_of()
         each = placed, place_eval(capture, placed)
         cuts = Cut(each[0], training.parts), Cut(each[1], training.parts)
+    Constraints.resolve(capture.train, [Wished(*one) for one in training.module_splits])
     errors: list[ConfigError] = []
-    for split in ("width", "samples") if training.split == "auto" else (training.split,):
+    for split in _families(training):
         try:
             found = _divided(capture, replace(training, split=split), cuts)
         except ConfigError as error:
@@ -53,9 +57,62 @@ def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = No
         notes = [f"parts share samples, for by width: {error.message}" for error in errors]
         return replace(found, train=replace(found.train, notes=(*found.train.notes, *notes)))
     first = errors[0]
+    if training.module_splits:
+        in_parts(capture, replace(training, module_splits=()), stage_of)  # raises by itself
+        _refuse_conflict(capture, training, cuts)
     others = partial(_others, capture, training, cuts)
     remedy = re.sub("split='[^']+'", lambda _: others(), first.remedy or "")
     raise ConfigError(first.message, where=first.where, remedy=remedy) from first
+
+
+def _families(training: Training) -> tuple[Split, ...]:
+    return ("width", "samples") if training.split == "auto" else (training.split,)
+
+
+def _refuse_conflict(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> None:
+    """Refuses the fewest of `Split` constraints and `split=` that cannot hold together, of a model
+    that divides without the constraints."""
+
+    def error(limits: Sequence[Wished | Split]) -> PdcompileError | None:
+        """The error under these alone; all else may be divided by any family that is not said."""
+        said = [one for one in limits if isinstance(one, str)]
+        errors: list[PdcompileError] = []
+        for split in said or (_families(training) if training.split == "auto" else FAMILIES):
+            own = tuple((one.pattern, one.axis) for one in limits if isinstance(one, Wished))
+            try:
+                _divided(capture, replace(training, split=split, module_splits=own), cuts)
+            except (ConfigError, PlanError) as failed:
+                errors.append(failed)
+            else:
+                return None
+        return errors[0]
+
+    def divides(limits: Sequence[Wished | Split]) -> bool:
+        return error(limits) is None
+
+    family = [training.split] * (training.split != "auto")
+    given: list[Wished | Split] = [*(Wished(*one) for one in training.module_splits), *family]
+    core = smallest_conflict(given, divides)
+    cause, remedies = error(core), list[str]()
+    assert cause is not None
+    for one in core:
+        rest = [other for other in given if other != one]
+        if isinstance(one, str):
+            fit = [repr(split) for split in FAMILIES if divides([*rest, split])]
+            remedies += [f"split={' or '.join(fit)}"] if fit else []
+        elif divides(rest):
+            remedies.append(f"leave out {describe(one)}")
+    if not remedies:  # several conflicts
+        kept: list[Wished | Split] = [*family]
+        for one in given:
+            kept += [one] if one not in kept and divides([*kept, one]) else []
+        gone = [describe(one) for one in given if isinstance(one, Wished) and one not in kept]
+        remedies = [f"leave out {' and '.join(gone)}"]
+    named = [f"split={one!r}" if isinstance(one, str) else describe(one) for one in core]
+    together = f"limits that cannot hold together: {' and '.join(named)}; " * (len(core) > 1)
+    raise ConfigError(
+        f"{together}{cause.message}", where=cause.where, remedy=", or ".join(remedies)
+    )
 
 
 def _others(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> str:
@@ -70,12 +127,13 @@ def _others(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> str:
 
 def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Capture:
     parts, split = training.most_parts, training.split
-    if split.endswith("samples"):
-        _refuse_unequal(training)
-    evaluation = write(lay_out(capture.eval, split, parts, cut=cuts[1]))
-    layouts = lay_out(capture.train, split, parts, outputs=training.keeps_outputs, cut=cuts[0])
+    _refuse_unequal(training)
+    wishes = [Wished(*one) for one in training.module_splits]
+    laid_out = partial(lay_out, family=split, parts=parts, splits=wishes)
+    evaluation = write(laid_out(capture.eval, cut=cuts[1]))
+    layouts = laid_out(capture.train, outputs=training.keeps_outputs, cut=cuts[0])
     if layouts.shards != evaluation.shards:  # logits that training does not show may stay split
-        layouts = lay_out(capture.train, split, parts, cut=cuts[0])
+        layouts = laid_out(capture.train, cut=cuts[0])
     train = write(layouts)
     whole = {op.name for op in train.graph.ops if op.target == f"{PARTS}.gather"}
     outputs = {
@@ -101,10 +159,13 @@ def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Cap
 def _refuse_unequal(training: Training) -> None:
     """Refuses microbatches whose samples parts cannot share equally."""
     batch, count, parts = training.batch_size, training.num_microbatches, training.most_parts
-    if batch % (count * parts):
+    shared = [f"split={training.split!r}"] * training.split.endswith("samples") + [
+        describe(Wished(*one)) for one in training.module_splits if one[1].endswith("samples")
+    ]
+    if shared and batch % (count * parts):
         fit = [m for m in range(1, batch + 1) if batch % (m * parts) == 0]
         raise ConfigError(
-            f"parts={parts}, split={training.split!r}: microbatches={count} of {batch} samples do "
+            f"parts={parts}, {shared[0]}: microbatches={count} of {batch} samples do "
             f"not each have a multiple of {parts}",
             where="microbatches",
             remedy=f"microbatches={min(fit, key=lambda m: abs(m - count))}" if fit
@@ -135,7 +196,7 @@ def run_whole(plan: Plan, capture: Capture) -> Plan:
         capture: of the model as it is.
     """
     stage_of = stage_of_ops(capture.train, plan)
-    training = replace(plan.training, parts=1, split="")
+    training = replace(plan.training, parts=1, split="", module_splits=())
     cluster = replace(plan.machines, parts=None)
     made = plan_of_cut(capture.train, stage_of, plan.ranks, training, cluster, rehearsed=False)
     stages = tuple(
@@ -152,9 +213,9 @@ def run_whole(plan: Plan, capture: Capture) -> Plan:
     )  # fmt: skip
 
 
-def evaluated_in_parts(graph: OpGraph, usual: Capture, parts: int | tuple[int, ...]) -> OpGraph:
+def evaluated_in_parts(graph: OpGraph, usual: Capture, training: Training) -> OpGraph:
     """A graph of evaluation as the program of one part, of a model whose `usual` capture is divided
-    for training into so many parts, or so many of each stage.
+    for training so.
 
     Raises:
         ConfigError: it would divide a tensor otherwise.
@@ -162,10 +223,10 @@ def evaluated_in_parts(graph: OpGraph, usual: Capture, parts: int | tuple[int, .
     division = usual.division
     if division.parts == 1:
         return graph
-    cut = Cut()
-    if not isinstance(parts, int):
-        cut = Cut(place_eval(replace(usual, eval=graph), division.stage_of), parts)
-    found = write(lay_out(graph, division.split, division.parts, cut=cut))
+    cut, wishes = Cut(), [Wished(*one) for one in training.module_splits]
+    if not isinstance(training.parts, int):
+        cut = Cut(place_eval(replace(usual, eval=graph), division.stage_of), training.parts)
+    found = write(lay_out(graph, division.split, division.parts, cut=cut, splits=wishes))
     _check_alike(found, division)
     return found.graph
 

@@ -17,6 +17,7 @@ from pdcompile.ir.graph import Attr, OpGraph, walk
 from pdcompile.parts.shard import Split
 from pdcompile.passes.costs.costed_op import costed_ops
 from pdcompile.passes.costs.flops import forward_flops, rule_of
+from pdcompile.passes.parts.asked import Asked
 from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way, item_of, takes_item
 from pdcompile.passes.parts.families import AT_REST, Kinds, divides
@@ -24,6 +25,7 @@ from pdcompile.passes.parts.layout import SUM, WHOLE, Layout, wire
 from pdcompile.passes.parts.local import has_function
 
 UPDATED = 4.0  # of the bytes of a table: its weights, gradient and states, updated on every part
+NOTHING = Asked()
 UNDIVIDED = 0.01  # of the bytes of a result: what computing it on every part costs
 
 
@@ -35,16 +37,18 @@ class Choice:
         ways: what was chosen for each op.
         held: the layouts of tensors: that which all ops want; whole where they differ, in outputs,
             and where they are `shared`.
+        fixed: ops that a constraint does not let stay whole.
     """
 
     def __init__(
         self, axes: Axes, family: Split, parts: int, shown: frozenset[str],
-        shared: Collection[str] = (),
+        shared: Collection[str] = (), wishes: Asked = NOTHING,
     ) -> None:  # fmt: skip
         self.axes, self.graph, self.parts = axes, axes.graph, parts
-        self.kinds = Kinds.of(axes, family)
+        self.kinds = Kinds.of(axes, family, wishes.families)
         every = product_flops(axes.graph)
         self.flops = {n: f for n, f in every.items() if axes.ops[n].reason != WHOLE_STAGE}
+        self.fixed = {name for _, names in wishes.fixed(self.flops) for name in names}
         self.ways: dict[str, Way] = {}
         self._maker: dict[str, str] = {}  # of each item that is taken out of a container
         self._readers: dict[str, list[tuple[str, int]]] = {}
@@ -100,15 +104,20 @@ class Choice:
 
     def _open(self, op: OpAxes, ways: list[Way], active: Collection[Atom | None]) -> list[Way]:
         """Ways open to an op; products stay whole only where nothing divides them."""
-        found = []
+        found, fixed = [], op.op.name in self.fixed
         for way in ways:
-            if way.axis in active or way.axis not in self.kinds.width or _looks_up(op, way):
+            if (
+                fixed
+                or way.axis in active
+                or way.axis not in self.kinds.width
+                or _looks_up(op, way)
+            ):
                 found.append(way)
                 if way.added:
                     found += [_added_to(way, other) for other in self.kinds.allowed(op)
                               if other.result.kind == "S" and other.axis not in self.kinds.width
                               and divides(other.axis, self.parts)]  # fmt: skip
-        return found if found and op.op.name in self.flops else [*found, op.whole]
+        return found if found and (fixed or op.op.name in self.flops) else [*found, op.whole]
 
     def _taken(self, possible: Mapping[str, list[Way]]) -> dict[str, Atom]:
         """The axis of weights that each product is split along."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pdcompile.parts.shard import Split
@@ -35,6 +35,7 @@ class Kinds:
     """Kind of the axis of an atom: samples, experts, weights of products, or else a sequence.
 
     Experts are what several matrices of a weight are for, each for its rows of the other factor.
+    `asked`: families of ops, by name, that are divided otherwise than by `family`.
     """
 
     family: Split
@@ -42,9 +43,10 @@ class Kinds:
     names: dict[Atom, str]
     experts: frozenset[Atom | None] = frozenset()  # where the family divides by them
     weights: frozenset[str] = frozenset()  # values that are made of the model's tensors alone
+    asked: Mapping[str, Split] = field(default_factory=dict)
 
     @staticmethod
-    def of(axes: Axes, family: Split) -> Kinds:
+    def of(axes: Axes, family: Split, asked: Mapping[str, Split]) -> Kinds:
         found: set[Atom | None] = set()
         experts: set[Atom | None] = set()
         names: dict[Atom, str] = {}
@@ -61,7 +63,7 @@ class Kinds:
             if not rule_of(call).product and op.call.name != "embedding":
                 continue
             _name(op, weights, names)
-            if "experts" in FAMILIES[family]:
+            if any("experts" in FAMILIES[one] for one in {family, *asked.values()}):
                 experts.update(_experts(op, weights))
             for number, dims in op.dims.items():
                 operand = read[number]
@@ -70,13 +72,17 @@ class Kinds:
                     found.update(atom for run in dims for atom in leaves(run))
         names |= {axis: "experts" for axis in experts if axis and names.get(axis) != "heads"}
         return Kinds(
-            family, frozenset(found), names, frozenset(experts - {None}), frozenset(weights)
+            family, frozenset(found), names, frozenset(experts - {None}), frozenset(weights), asked
         )
 
-    @property
-    def by_width(self) -> bool:
-        """True if weights are divided first."""
-        return "width" in FAMILIES[self.family] and self.family != "sequence"
+    def family_of(self, op: OpAxes) -> Split:
+        """The family that an op is divided by."""
+        return self.asked.get(op.op.name, self.family)
+
+    def by_width(self, op: OpAxes) -> bool:
+        """True if weights of an op are divided first."""
+        family = self.family_of(op)
+        return "width" in FAMILIES[family] and family != "sequence"
 
     @property
     def other(self) -> Kind:
@@ -87,20 +93,22 @@ class Kinds:
         """Name of the axis in messages."""
         return self.names.get(axis, "hidden") if axis in self.width else self.kind(axis)
 
-    def kind(self, axis: Atom) -> Kind:
+    def kind(self, axis: Atom, family: Split = "experts") -> Kind:
         if axis.extent.power:
             return "samples"
-        if axis in self.experts:
+        if axis in self.experts and "experts" in FAMILIES[family]:
             return "experts"
         return "width" if axis in self.width else "sequence"
 
     def allowed(self, op: OpAxes) -> list[Way]:
         """The ways of an op along axes of the family."""
-        kinds = FAMILIES[self.family]
-        ways = [way for way in op.ways() if way.axis and self.kind(way.axis) in kinds]
-        numbered = op.classes if op.call.name == GROUPED or not self.by_width else None
-        return [way for way in ways if way.axis in self.experts or
-                (way.axis is not numbered and SUM not in way.operands)]  # fmt: skip
+        family = self.family_of(op)
+        kinds = {way: self.kind(way.axis, family) for way in op.ways() if way.axis}
+        numbered = op.classes if op.call.name == GROUPED or not self.by_width(op) else None
+        return [
+            way for way, kind in kinds.items() if kind in FAMILIES[family]
+            and (kind == "experts" or (way.axis is not numbered and SUM not in way.operands))
+        ]  # fmt: skip
 
     def preferred(self, op: OpAxes, ways: Sequence[Way]) -> list[Way]:
         """The ways that a product is to be split along: those of the first kind that it has.
@@ -113,11 +121,12 @@ class Kinds:
 
     def _rank(self, op: OpAxes, way: Way) -> int:
         assert way.axis is not None
-        kinds, kind = FAMILIES[self.family], self.kind(way.axis)
-        apart = kind == "sequence" and self.family != "context" and not _alone(op, way)
-        if kind == "experts" and not self.by_width and not _matrices(op, way, self.weights):
+        family = self.family_of(op)
+        kinds, kind = FAMILIES[family], self.kind(way.axis, family)
+        apart = kind == "sequence" and family != "context" and not _alone(op, way)
+        if kind == "experts" and not self.by_width(op) and not _matrices(op, way, self.weights):
             return len(kinds)  # a router, which is not worth that its tokens are exchanged
-        if (self.family, op.call.name, self.name(way.axis)) == ("sequence", ATTENTION, "hidden"):
+        if (family, op.call.name, self.name(way.axis)) == ("sequence", ATTENTION, "hidden"):
             return len(kinds) + 1
         return len(kinds) if apart else kinds.index(kind)
 

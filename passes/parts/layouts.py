@@ -13,12 +13,15 @@ from functools import cached_property
 from pdcompile.errors import ConfigError, some
 from pdcompile.ir.graph import OpGraph, Ref, walk
 from pdcompile.parts.shard import Shard, Split
+from pdcompile.passes.parts.asked import Asked, asked
 from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import ATTENTION, WHOLE_STAGE, Axes, OpAxes, Way
 from pdcompile.passes.parts.choice import Choice
-from pdcompile.passes.parts.families import FAMILIES, divides
+from pdcompile.passes.parts.families import AT_REST, FAMILIES, divides
 from pdcompile.passes.parts.layout import SPREAD, WHOLE, Layout
 from pdcompile.passes.parts.local import has_function
+from pdcompile.problem.constraints import Split as Wished
+from pdcompile.problem.constraints import describe
 
 GROUPED_EXPERTS = "experts_implementation='grouped_mm' of a model of transformers"
 
@@ -80,6 +83,7 @@ class Layouts:
     graph: OpGraph = field(repr=False, compare=False)
     stage_of: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
     notes: tuple[str, ...] = ()
+    of_samples: bool = False  # some ops are divided by samples
 
     def of(self, name: str) -> Layout:
         """The layout of a value; graph inputs are whole."""
@@ -106,24 +110,33 @@ class Layouts:
 
 
 def lay_out(
-    graph: OpGraph, family: Split, parts: int, *, outputs: bool = True, cut: Cut | None = None
-) -> Layouts:
+    graph: OpGraph, family: Split, parts: int, *, outputs: bool = True, cut: Cut | None = None,
+    splits: Sequence[Wished] = (),
+) -> Layouts:  # fmt: skip
     """Chooses the layouts of a graph.
 
     Args:
         outputs: the caller reads the model's outputs.  Where not, those that the loss reads may
             stay split, as logits do along the vocabulary.
         cut: stages of which some are whole; None: all are divided.
+        splits: modules that are divided otherwise.
 
     Raises:
-        ConfigError: nothing of it divides in this way.
+        ConfigError: nothing of it divides in this way, or not what is to be divided.
     """
+    if splits and family == AT_REST:
+        raise ConfigError(
+            f"split={family!r} holds slices of all weights, and {describe(splits[0])} others",
+            where="split",
+            remedy="split='samples' or another one",
+        )
     axes, cut = Axes(graph), cut or Cut()
     for name, stage in cut.stage_of.items():
         if cut.parts[stage] == 1:
             axes.ops[name] = replace(axes.ops[name], loops={}, reason=WHOLE_STAGE)
+    wishes = asked(axes, splits, evaluates=not graph.training)
     shown = _shown(graph, outputs) | cut.crossing(graph)
-    choice = _chosen(axes, family, parts, shown, cut.shared(graph))
+    choice = _chosen(axes, family, parts, shown, cut.shared(graph), wishes)
     ops = choice.ways
     names = {name: choice.kinds.name(way.axis) for name, way in ops.items() if way.axis}
     products = {name: flops for name, flops in choice.flops.items() if not ops[name].axis}
@@ -133,7 +146,9 @@ def lay_out(
     found = Layouts(
         family, parts, ops, names, shown, choice.held, tuple(stays), graph, cut.stage_of,
         tuple(_notes(choice)),
+        any(way.axis and way.axis.extent.power for way in ops.values()),
     )  # fmt: skip
+    _refuse_unmet(choice, wishes)
     _refuse(choice, found)
     return found
 
@@ -147,8 +162,9 @@ def _shown(graph: OpGraph, outputs: bool) -> frozenset[str]:
 
 def _whole_vocabularies(choice: Choice) -> Iterator[Stays]:
     """Tables and losses that stay whole because their vocabulary is not to be divided."""
-    for name, op in choice.axes.ops.items() if choice.kinds.by_width else ():
+    for name, op in choice.axes.ops.items():
         known = op.call.name in ("embedding", "crossentropy") and op.reason != WHOLE_STAGE
+        known &= choice.kinds.by_width(op)
         if not known or choice.ways[name].axis is not None:
             continue
         own, runs = op.classes, [run for dims in op.dims.values() for run in dims]
@@ -160,12 +176,13 @@ def _whole_vocabularies(choice: Choice) -> Iterator[Stays]:
 
 
 def _chosen(
-    axes: Axes, family: Split, parts: int, shown: frozenset[str], shared: Collection[str]
-) -> Choice:
+    axes: Axes, family: Split, parts: int, shown: frozenset[str], shared: Collection[str],
+    wishes: Asked,
+) -> Choice:  # fmt: skip
     """The ways of all ops; a module that only runs as it is built stays whole, if it would have to
     be called on other tensors than its own."""
     while True:
-        choice = Choice(axes, family, parts, shown, shared)
+        choice = Choice(axes, family, parts, shown, shared, wishes)
         stuck = [op for op in axes.ops.values() if op.op.kind == "module" and choice.converts(op)
                  and not has_function(op.op)]  # fmt: skip
         if not stuck:
@@ -187,7 +204,7 @@ def _why(choice: Choice, op: OpAxes) -> str:
         return op.reason
     ways = choice.kinds.allowed(op)
     if not ways:
-        return f"it has no axis of {choice.kinds.family}"
+        return f"it has no axis of {choice.kinds.family_of(op)}"
     names = dict.fromkeys(_sized(choice, way.axis) for way in ways)
     return f"{' and '.join(names)} do not divide by {choice.parts}"
 
@@ -197,12 +214,11 @@ def _refuse(choice: Choice, found: Layouts) -> None:
     kinds, ops = choice.kinds, choice.axes.ops
     last = "parts=1" if found.family == "samples" else "split='samples'"
     stays = [one for one in found.stays if one.flops]
-    if found.family.endswith("samples"):
-        _refuse_statistics(ops.values(), found.family)
+    _refuse_statistics(choice)
     if "experts" in FAMILIES[found.family]:
         _refuse_experts(choice, found)
-    if found.family == "sequence":
-        for name in choice.flops:
+    for name in choice.flops:
+        if kinds.family_of(ops[name]) == "sequence":
             _refuse_heads(choice, ops[name], found)
     uneven, axes = 0, dict[Atom | None, str]()
     for one in stays:
@@ -221,9 +237,29 @@ def _refuse(choice: Choice, found: Layouts) -> None:
     raise ConfigError(said, where=stays[0].source, remedy=remedy)
 
 
-def _refuse_statistics(ops: Iterable[OpAxes], family: Split) -> None:
+def _refuse_unmet(choice: Choice, wishes: Asked) -> None:
+    """Refuses a constraint one of whose ops stays whole, or that finds no experts."""
+    for one, names in wishes.fixed(choice.flops):
+        ops, text = [choice.axes.ops[name] for name in names], describe(one)
+        whole = [op for op in ops if choice.ways[op.op.name].axis is None]
+        experts = any(choice.ways[name].axis in choice.kinds.experts for name in names)
+        if not choice.flops.keys().isdisjoint(names):
+            why = [f"{_place(op)} ({op.op.source}) stays whole: {_why(choice, op)}" for op in whole]
+        else:  # ops beside the one that has the axis may be whole
+            why = [f"nothing of it has an axis that {choice.parts} parts divide so"]
+            why *= len(whole) == len(ops)
+        if one.axis.startswith("experts") and not experts:
+            why = ["it has no experts that are computed together, or not so many"]
+        if why:
+            raise ConfigError(f"{text}: {why[0]}", where=text, remedy=f"leave out {text}")
+
+
+def _refuse_statistics(choice: Choice) -> None:
     """Refuses batch norm in training where samples are split."""
-    for op in ops:
+    for op in choice.axes.ops.values():
+        family = choice.kinds.family_of(op)
+        if not family.endswith("samples"):
+            continue
         samples = [a for loop in op.loops.values() if loop.kind == "whole" for a in leaves(loop.run)
                    if a.extent.power]  # fmt: skip
         if samples and op.call.name.startswith("batchnorm"):
@@ -246,6 +282,8 @@ def _refuse_experts(choice: Choice, found: Layouts) -> None:
     if apart:
         why = f"{_place(apart[0])} computes them one by one, or looks up a matrix for each token"
         remedy = f"use {GROUPED_EXPERTS}, or split='width'"
+    if choice.kinds.experts and choice.kinds.asked:
+        why = "constraints divide otherwise what has them"
     if uneven:
         why = f"{some([*uneven.values()])} do not divide by {found.parts}"
         remedy = _other_parts(uneven, "split='width'")

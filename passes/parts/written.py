@@ -28,6 +28,7 @@ from pdcompile.ir.graph import (
 from pdcompile.ir.records import PARTS
 from pdcompile.parts.shard import Shard
 from pdcompile.passes.costs.costed_op import plain_name
+from pdcompile.passes.costs.flops import is_product
 from pdcompile.passes.parts.axes import Way
 from pdcompile.passes.parts.calls import Call, Operand, operands
 from pdcompile.passes.parts.families import AT_REST
@@ -36,6 +37,8 @@ from pdcompile.passes.parts.layouts import Layouts
 from pdcompile.passes.parts.local import Kwargs, as_function, local_op
 from pdcompile.passes.stages.naming import scope_of
 from pdcompile.passes.trace.assemble import with_consumers
+
+HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,11 @@ class _Layouts:
             Attr(name), self.layouts.tensor(name))  # fmt: skip
         found = conversion(form.layout, want)
         if operand.of_model and want == SPREAD and found and found.name == "gather":
-            kwargs = tuple(one for one in found.kwargs if one[0] != "spread")
-            found = Conversion("unshard", found.args, kwargs)
+            kwargs = [one for one in found.kwargs if one[0] != "spread"]
+            if cast := self._cast(operand, op):
+                value = replace(value, dtype=cast)
+                kwargs.append(("dtype", TorchLiteral("dtype", cast)))
+            found = Conversion("unshard", found.args, tuple(kwargs))
         if found is None or (found.name == "spread" and not value.requires_grad):
             return form
         if name in self.gathered and want == WHOLE:
@@ -120,6 +126,13 @@ class _Layouts:
             new = self._convert(found, form.given, op, self._fresh(wish), value, want)
             self.forms[key] = _Form(Ref(new), want)
         return self.forms[key]
+
+    def _cast(self, operand: Operand, op: Op) -> str:
+        """The dtype that autocast casts a weight to for an op, which is then gathered in fewer
+        bytes; "" where it casts none: of products it casts all factors."""
+        own, made = self.graph.tensors[operand.name].dtype, self.graph.values[op.name].dtype
+        casts = own == "float32" and made in HALF and is_product(op)
+        return made if casts else ""
 
     def _whole(self, operand: Operand) -> Value:
         """Return the operand as it stands in the model."""
@@ -207,7 +220,7 @@ class _Writer(_Layouts):
             tensors[fqn] = replace(tensors[fqn], shape=shard.local_shape(tensors[fqn].shape))
         written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None,
                           parts=self.parts)  # fmt: skip
-        if layouts.family.endswith("samples"):
+        if layouts.of_samples:
             written = replace(written, sizes=replace(graph.sizes, multiple=self.parts))
         return Program(
             written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes)

@@ -26,7 +26,7 @@ from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem, Wish
-from pdcompile.problem.constraints import KINDS, Constraint, Forbid, Pin, option, read
+from pdcompile.problem.constraints import KINDS, Constraint, Forbid, Pin, Split, option, read
 from pdcompile.problem.scenario import Scenario, changed_cluster
 from pdcompile.schedule.registry import kind_of
 
@@ -217,7 +217,7 @@ def command(plan: Plan, new: Plan, change: Scenario, output: str, machines: str)
     target, *made = plan.command or ("TARGET",)
     after, stages = new.training, len(problem_of(new).stages)
     others = change.of_machines or not any(word.startswith("--cluster=") for word in made)
-    gone = {*DECIDED, *(name.replace("_", "-") for name in KINDS)}
+    gone = {*DECIDED, *(name.replace("_", "-") for name in KINDS if KINDS[name] is not Split)}
     gone |= {"cluster", "memory"} if others else set()
     words = [word for word in made if word.partition("=")[0].removeprefix("--") not in gone]
     words += [f"--schedule={after.schedule}", f"--microbatches={after.num_microbatches}"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +56,12 @@ def probe_sizes(
 
 
 _MEASURED = ("flops", "saved_bytes")
+
+
+@cache
+def _compared(kind: type[Op | Value]) -> tuple[str, ...]:
+    """The fields that have to be alike; the variable is cosmetic, and not always found."""
+    return tuple(each.name for each in fields(kind) if each.name != "variable")
 
 
 class DiffersBySize(TraceError):
@@ -144,14 +150,14 @@ class SizeMerge:
 
     def _fields(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
         changes = {}
-        for entry in fields(parts[0]):
-            versions = [getattr(part, entry.name) for part in parts]
-            if entry.name == "variable":
-                continue  # cosmetic, and not always found
-            if entry.name in _MEASURED:
-                changes[entry.name] = self._measured(versions)
-            elif any(version is not versions[0] for version in versions):
-                changes[entry.name] = self.any(versions, f"{entry.name} of {what}", where)
+        for name in _compared(parts[0].__class__):
+            first, *others = versions = [getattr(part, name) for part in parts]
+            if type(first) is str and versions.count(first) == len(parts):
+                continue
+            if name in _MEASURED:
+                changes[name] = self._measured(versions)
+            elif any(version is not first for version in others):
+                changes[name] = self.any(versions, f"{name} of {what}", where)
         return replace(parts[0], **changes) if changes else parts[0]
 
     def _measured(self, parts: Sequence[int | None]) -> Any:

@@ -51,7 +51,13 @@ from pdcompile.passes.stages.boundaries import staged
 from pdcompile.passes.stages.chain import fill
 from pdcompile.passes.stages.held_tensors import all_tensors
 from pdcompile.passes.stages.signatures import Mode
-from pdcompile.passes.trace.tape.arguments import open_autocast, target_of, to_argument, with_parts
+from pdcompile.passes.trace.tape.arguments import (
+    open_autocast,
+    target_of,
+    to_argument,
+    with_parts,
+    without_defaults,
+)
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.module_table import constructor_of, qualified_name
 from pdcompile.passes.trace.tape.observer import stage_line
@@ -341,7 +347,7 @@ class _Follower(TorchFunctionMode):
             kind, target, ordered = target_of(func, args, kwargs)
         except TraceError:
             raise self._unlike(f"calls {name}") from None
-        return self._next(kind, target, ordered, kwargs)
+        return self._next(kind, target, ordered, without_defaults(func, kwargs))  # as captured
 
     def _next(self, kind: str, target: str, args: Any, kwargs: Any, path: str = "") -> Any:
         """The result of the next op.  Raises _Unlike where this call is another one."""

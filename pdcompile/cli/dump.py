@@ -28,9 +28,8 @@ def dump(
     """
     from pdcompile.cli.options import compiled
 
-    plan = flags.said.get("plan")
-    beside = None if plan is None else capture_beside(plan)
-    workload, made = compiled(target, flags, capture_file=beside)
+    plan = flags.said.get("plan", output / "plan.json")
+    workload, made = compiled(target, flags, capture_file=capture_beside(plan))
     made.dump(str(output), workload.model)
     files = {name: text.count("\n") for name, text in sorted(made.sources.files.items())}
     shown = (f"{output / name}  {lines} lines" for name, lines in files.items())

@@ -85,6 +85,12 @@ OWN = {
             ("forbid", "PATTERN=S,…", "Runs on none of these stages."),
             ("together", "PATTERN,…", "All that match run on one stage: --together wte,lm_head."),
             ("apart", "PATTERN,…", "No stage has parts of two of these."),
+            (
+                "split_of",
+                "PATTERN=AXIS",
+                "Divided along this axis of --split, or whole, where its stage has parts: "
+                '--split-of "h.*.mlp=sequence".',
+            ),
         )
     },
     "max_stages": Row(

@@ -14,7 +14,7 @@ from pdcompile.errors import ConfigError, some
 from pdcompile.releases.torch_internals import step_hooks
 
 Named = tuple[str, torch.nn.Parameter]
-Buffer = Callable[[str], torch.Tensor]
+Buffer = Callable[..., torch.Tensor]
 _REMEDY = "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4)"
 
 
@@ -30,11 +30,12 @@ class NamedParameters(list[torch.nn.Parameter]):
             return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest}])
 
     ``parameters.buffer(name)`` is a buffer of these stages, as a step finds it after all forwards
-    of its minibatch; one zero where the optimizer is only tried on copies.
+    of its minibatch; one zero where the optimizer is only tried on copies.  A buffer that each
+    replica of a stage writes is had as ``parameters.buffer(name, "max")``: the largest of theirs.
     """
 
     def __init__(self, named: Iterable[Named], buffer: Buffer | None = None):
-        self.named, self.buffer = tuple(named), buffer or (lambda _: torch.zeros(1))
+        self.named, self.buffer = tuple(named), buffer or (lambda *_: torch.zeros(1))
         super().__init__(parameter for _, parameter in self.named)
 
 

@@ -16,6 +16,7 @@ from pdcompile.options.table import (
     SearchOptions,
     TrainingOptions,
 )
+from pdcompile.problem.constraints import Split, SplitAxis
 from pdcompile.schedule.registry import find
 from pdcompile.schedule.written import named
 
@@ -114,6 +115,14 @@ class Options(TrainingOptions, MachineOptions, SearchOptions, GivenOptions, Fail
         """Parts of the stages, of one layout (see `layouts`)."""
         assert self.parts != "any"
         return self.parts
+
+    @property
+    def module_splits(self) -> tuple[tuple[str, SplitAxis], ...]:
+        """Patterns and axes of modules that are divided otherwise than the rest."""
+        if self.plan is not None:
+            found: tuple[tuple[str, SplitAxis], ...] = self.plan.training.module_splits
+            return found
+        return tuple((o.pattern, o.axis) for o in self.constraints if isinstance(o, Split))
 
     @property
     def searches(self) -> bool:

@@ -105,6 +105,7 @@ def configure(
         updates="home" if options.updates == "home" else "every",
         parts=options.stage_parts,
         split=options.split if options.stage_parts != 1 else "",
+        module_splits=options.module_splits if options.stage_parts != 1 else (),
     )
     several = devices > 1 and not (options.alone or cluster.in_process)
     return Configuration(
@@ -131,7 +132,7 @@ def joined(options: Options, chosen: Configuration, faster: float) -> Configurat
     )  # fmt: skip
     return replace(
         chosen, cluster=replace(chosen.cluster, devices=devices, parts=None),
-        training=replace(chosen.training, parts=1, split=""),
+        training=replace(chosen.training, parts=1, split="", module_splits=()),
     )  # fmt: skip
 
 
@@ -349,7 +350,8 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
         wanted = min(batch_size, MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
         each = options.stage_parts
         parts = each if isinstance(each, int) else max(each)
-        if options.split.endswith("samples") and batch_size % parts == 0:  # equal shares of each
+        axes = options.split, *(axis for _, axis in options.module_splits)
+        if any(a.endswith("samples") for a in axes) and batch_size % parts == 0:  # equal shares
             pieces = batch_size // parts
             return max(m for m in range(1, min(wanted, pieces) + 1) if pieces % m == 0)
         divisor = max(m for m in range(1, wanted + 1) if batch_size % m == 0)

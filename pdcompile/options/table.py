@@ -307,7 +307,7 @@ class SearchOptions:
     constraints: Sequence[Any] = option(
         (),
         'CutAt("model.layers.*") (cuts between blocks alone), CutBefore, Pin, Forbid, Together, '
-        "Apart, MaxStages of `pdcompile.problem.constraints`.",
+        "Apart, MaxStages, Split of `pdcompile.problem.constraints`.",
         check=values.constraints,
         compared=True,
         of_search=True,

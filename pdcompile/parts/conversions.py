@@ -6,7 +6,7 @@
     own      whole -> split
     scatter  what parts have to be summed -> the sum, split
     swap     split along one dimension -> split along another
-    unshard  weight that is split at rest -> whole; its gradients are summed
+    unshard  weight that is split at rest -> whole, as autocast casts it; its gradients are summed
 
 Backward does the opposite.  A split dimension is `runs` equal runs, of which each part has an
 equal share: runs=3 for a fused qkv.  `vocabulary_…` are for tables and logits of which parts have
@@ -89,11 +89,14 @@ def swap(x: Tensor, old: int, new: int, *, old_runs: int = 1, new_runs: int = 1)
 
 
 @_as_of_torch
-def unshard(x: Tensor, dim: int, *, runs: int = 1) -> Tensor:
+def unshard(x: Tensor, dim: int, *, runs: int = 1, dtype: torch.dtype | None = None) -> Tensor:
     """The whole of a weight of which each part holds a slice, as `gather` gives it; in a context of
-    `resharding` it is gathered again where a backward needs it."""
-    there = ("gather", dim, runs)
-    whole = _convert(x, "unshard", there, ("scatter", dim, runs))
+    `resharding` it is gathered again where a backward needs it.
+
+    `dtype`: the one that autocast would cast the whole to; gradients are summed in the weight's.
+    """
+    there = ("gather", dim, runs, 0, 1, dtype)
+    whole = _convert(x, "unshard", there, ("scatter", dim, runs, 0, 1, x.dtype))
     if (known := getattr(thread, "unsharded", None)) is not None:
         storage = whole.untyped_storage()
         known[storage._cdata] = weakref.ref(storage), x.detach(), At("unshard", "backward", *there)
@@ -110,8 +113,12 @@ def resharding(hook: Callable[..., Any] = lambda hook: hook) -> Iterator[None]:
     def pack(tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         alive, own, at = known.get(storage._cdata, (lambda: None, tensor, None))
-        as_is = tensor.dtype == own.dtype and not tensor.is_conj() and not tensor.is_neg()
-        if at is None or alive() is None or not as_is:  # strides alone make no view of another type
+        if at is None or alive() is None:
+            return tensor.detach()
+        made = own.dtype if at.dtype is None else at.dtype
+        if (
+            tensor.dtype != made or tensor.is_conj() or tensor.is_neg()
+        ):  # strides alone make no view of another type
             return tensor.detach()  # what its own node keeps would never die
         return own, at, tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -253,6 +260,7 @@ class At:
     runs: int = 1
     new: int = 0
     new_runs: int = 1
+    dtype: torch.dtype | None = None  # that a value is cast to before
 
     def __str__(self) -> str:
         return f"{self.name} ({self.place})"
@@ -347,6 +355,7 @@ def using(parts: Alone) -> Iterator[None]:
 
 
 def _run(at: At, x: Tensor, parts: Alone) -> Tensor:
+    x = x if at.dtype is None else x.to(at.dtype)
     match at.kind:
         case "sum":
             return parts.meet(x, at)

@@ -19,6 +19,7 @@ from pdcompile.parts.shard import Split
 from pdcompile.plan.seal import check_seal, seal_of
 from pdcompile.plan.validate import depths, pipeline, validate
 from pdcompile.problem import PartitionProblem
+from pdcompile.problem.constraints import SplitAxis
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import DEFAULT, ScheduleKind, kind_of
 from pdcompile.schedule.spec import PipelineSpec
@@ -203,6 +204,8 @@ class Training:
     #: ranks that compute each microbatch of a stage together; of each stage where they are unlike
     parts: int | tuple[int, ...] = 1
     split: Split = ""  # along what its ops are divided between them: a family of `passes.parts`
+    #: pattern and axis of modules that are divided otherwise: constraints `Split`
+    module_splits: tuple[tuple[str, SplitAxis], ...] = ()
 
     @property
     def most_parts(self) -> int:

@@ -1,4 +1,4 @@
-"""Constraints that a person may ask for: pin, keep together or apart, cut here, not there.
+"""Constraints that a person may ask for: pin, keep together, cut here, not there, divide so.
 
 A pattern names a module with everything below it (``transformer.h.0``), one op of the captured
 graph by its name, or several of either with ``*``, ``?`` and ``[…]`` (``transformer.h.*.attn``).
@@ -12,10 +12,21 @@ On the command line each is an option of the same name: `parsed` reads ``--pin "
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+from typing import Literal, TypeVar, get_args
 
 from pdcompile.errors import ConfigError
+
+T = TypeVar("T")
+MANY_SETS = 100  # of limits, which are not all tried for a smaller conflict
+#: what `Split` may ask for: families of `split=`, but for weights in slices, or nothing divided
+SplitAxis = Literal[
+    "width", "width+sequence", "sequence", "context", "samples", "experts",
+    "experts+samples", "whole",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +133,27 @@ class MaxStages:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """The products of modules that match are divided along this axis wherever their stage is
+    divided into parts, and other ops between them as suits: ``Split("h.*.mlp", "sequence")``.
+
+    Axes are those of ``split=``, which says so of all other modules; ``"whole"``: each part
+    computes all of it.  Where there is no product, every op that has the axis is divided.
+    """
+
+    pattern: str
+    axis: SplitAxis
+
+    def __post_init__(self) -> None:
+        _check_patterns(self, (self.pattern,))
+        if self.axis not in get_args(SplitAxis):
+            raise ConfigError(
+                f"Split({self.pattern!r}, …) divides along no axis {self.axis!r}",
+                remedy=f"one of {', '.join(map(repr, get_args(SplitAxis)))}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Each op, by its own name, runs on its stage: of ops that were written for stages, or whose
     tensors are there; not on the command line."""
@@ -129,14 +161,32 @@ class Placed:
     stages: tuple[tuple[str, int], ...]
 
 
-Constraint = Pin | Together | Apart | CutBefore | CutAt | Forbid | MaxStages | Placed
+Constraint = Pin | Together | Apart | CutBefore | CutAt | Forbid | MaxStages | Split | Placed
 
 #: the kinds by the names of their options on the command line
 KINDS: dict[str, type[Constraint]] = {
     "pin": Pin, "together": Together, "apart": Apart, "cut_at": CutAt, "cut_before": CutBefore,
-    "forbid": Forbid, "max_stages": MaxStages,
+    "forbid": Forbid, "max_stages": MaxStages, "split_of": Split,
 }  # fmt: skip
 KNOWN = ", ".join(kind.__name__ for kind in KINDS.values())
+
+
+def smallest_conflict(limits: Sequence[T], holds: Callable[[Sequence[T]], bool]) -> tuple[T, ...]:
+    """The fewest limits that cannot hold together, which all of these cannot; the first ones where
+    several sets would do.
+
+    First one of which every part can is found; then smaller ones are sought, unless they are many.
+    """
+    core = [*limits]
+    for limit in reversed(limits):
+        rest = [one for one in core if one != limit]
+        if rest and not holds(rest):
+            core = rest
+    for size in range(1, len(core) if comb(len(limits), len(core) - 1) <= MANY_SETS else 0):
+        for chosen in combinations(limits, size):
+            if not holds(chosen):
+                return chosen
+    return tuple(core)
 
 
 def patterns_of(constraint: Constraint) -> tuple[str, ...]:
@@ -155,6 +205,8 @@ def describe(constraint: Constraint) -> str:
         given = (*given, constraint.stage)
     elif isinstance(constraint, Forbid):
         given = (*given, *constraint.stages)
+    elif isinstance(constraint, Split):
+        given = (*given, constraint.axis)
     elif isinstance(constraint, MaxStages):
         given = (constraint.count,)
     elif isinstance(constraint, Placed):
@@ -180,6 +232,8 @@ def option(constraint: Constraint) -> tuple[str, str]:
     value = ",".join(patterns_of(constraint))
     if isinstance(constraint, Pin):
         value += f"={constraint.stage}"
+    elif isinstance(constraint, Split):
+        value += f"={constraint.axis}"
     elif isinstance(constraint, Forbid):
         value += f"={','.join(map(str, constraint.stages))}"
     elif isinstance(constraint, MaxStages):
@@ -215,7 +269,7 @@ def parsed(given: Mapping[str, Sequence[str]]) -> tuple[Constraint, ...]:
 
 _EXAMPLES: dict[type[Constraint], str] = {
     CutAt: "h.*", CutBefore: "h.4", Pin: "h.0=1", Forbid: "wte=0,-1", Together: "wte,lm_head",
-    Apart: "encoder,decoder", MaxStages: "4",
+    Apart: "encoder,decoder", MaxStages: "4", Split: "h.*.mlp=width",
 }  # fmt: skip
 
 
@@ -223,8 +277,10 @@ def _parsed(kind: type[Constraint], text: str) -> Constraint:
     if kind is MaxStages:
         return MaxStages(int(text))
     patterns, equals, stages = text.partition("=")
-    if bool(equals) != (kind in (Pin, Forbid)):
+    if bool(equals) != (kind in (Pin, Forbid, Split)):
         raise ValueError(text)
+    if kind is Split:
+        return Split(patterns.strip(), stages.strip())  # type: ignore[arg-type]
     numbers = [int(part) for part in stages.split(",")] if equals else []
     several = kind in (Together, Apart, CutAt)
     names = [part.strip() for part in (patterns.split(",") if several else [patterns])]

@@ -68,8 +68,10 @@ class Reference(ReferenceState):
         self._turns = kind_of(options.schedule).turns  # of each microbatch's backward
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         apply_overrides(self._model)
-        named, buffer = self._model.named_parameters(), self._model.get_buffer
-        self.optimizer = make_optimizer(options.optimizer, named, buffer=buffer)
+        self.optimizer = make_optimizer(
+            options.optimizer, self._model.named_parameters(),
+            buffer=lambda fqn, *_: self._model.get_buffer(fqn),
+        )  # fmt: skip
         ages = weight_ages(self._model, options)
         self._versions = Versions(self._model, ages)
         self._groups = Groups(self._model, ages, learning_rates(options))

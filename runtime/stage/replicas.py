@@ -23,7 +23,7 @@ from pdcompile.position import Accumulated
 from pdcompile.runtime.device import Handle
 from pdcompile.runtime.stage.gradients import Gradients
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.reductions import Gathering, GroupSums, Reduction, Sums
+from pdcompile.runtime.transport.reductions import Gathering, GroupSums, Reduction, Sums, buckets
 from pdcompile.schedule import Action
 
 OF_REPLICAS = (
@@ -38,14 +38,15 @@ class Replicas:
     Gradients of a minibatch become their sum, or their mean where each replica has had a minibatch
     of its own.  Buffers that training writes are each replica's own until somebody else reads
     them: then those that differ become their mean where they are floating, the first replica's
-    otherwise.  `written`: their names.  Gradients that wait for the others of their group are
-    summed with them, and `shown` until the next minibatch.  `homes`: the replica that updates each
+    otherwise.  `written`: their names.  Those of `maxima`, which an optimizer reads, become the
+    largest before each update.  Gradients that wait for the others of their group are summed with
+    them, and `shown` until the next minibatch.  `homes`: the replica that updates each
     parameter and alone gets its sum; empty: all do.
     """
 
     def __init__(
         self, sums: Sums, weights: StageWeights, written: Collection[str],
-        homes: Mapping[str, int], gathering: Sums | None = None,
+        homes: Mapping[str, int], gathering: Sums | None = None, maxima: Collection[str] = (),
     ) -> None:  # fmt: skip
         """`gathering`: a group of these ranks that brings new weights from their homes alone."""
         self.updates = True  # the user has the gradients, where not
@@ -64,12 +65,16 @@ class Replicas:
             self._gathering = Gathering(gathering, own, apart)
         self._gradients = Reduction(sums, own, apart)
         self._buffers = Reduction(sums, weights.buffers(written))
+        self._maxima = maxima
+        #: rows of values of each replica in runs of one dtype, with their names, by update
+        self._largest: dict[int, list[tuple[list[str], Handle]]] = {}
 
     def execute(self, action: Action, minibatch: int) -> None:
         """Run one of `OF_REPLICAS`."""
         weights, number = self._weights, self._weights.update_of(minibatch)
         if action is Action.POST_REDUCE:
             self._gradients.post(number, weights.harvest(minibatch))
+            self._post_maxima(number)
             if self._sums.apart:  # the version that the update replaces is there on all of them
                 replaced = {fqn: weights.parameter(number + 1, fqn) for fqn in weights.owned}
                 self._tell(Action.WAIT_REDUCE, minibatch, replaced, digest_of_ends)
@@ -77,6 +82,7 @@ class Replicas:
             if self._sums.apart:
                 self._refuse_unlike(self._unlike(action, minibatch))
             sums = self._gradients.wait(number)
+            self._wait_maxima(number)
             gradients = weights.harvest(minibatch)
             gradients.clear()
             gradients.update({fqn: gradient for fqn, (gradient, _) in sums.items()})
@@ -101,7 +107,7 @@ class Replicas:
             self._tell(Action.WAIT_BUFFERS, minibatch, compared | held, digest)
             self._buffers.post(
                 minibatch,
-                {f: t for f, t in held.items() if self._sums.index == 0 or _has_mean(t)},
+                {f: t for f, t in held.items() if self._sums.index == 0 or self._has_mean(f, t)},
             )
             if self._waits(minibatch):
                 self._gradients.post(number, weights.harvest(minibatch))
@@ -113,9 +119,37 @@ class Replicas:
             with torch.no_grad():
                 for fqn in unlike:  # a mean of equal numbers can be another one
                     total, replicas = sums[fqn]
-                    held[fqn].copy_(total / replicas if _has_mean(held[fqn]) else total)
+                    mean = self._has_mean(fqn, held[fqn])
+                    held[fqn].copy_(total / replicas if mean else total)
             if self._waits(minibatch):
                 self._bring_together(minibatch)
+
+    def _has_mean(self, fqn: str, tensor: Tensor) -> bool:
+        """True if a buffer becomes its mean; one that a step has read is the first replica's."""
+        return fqn not in self._maxima and (tensor.is_floating_point() or tensor.is_complex())
+
+    def _post_maxima(self, number: int) -> None:
+        """Tell the other replicas this one's buffers that the optimizer reads."""
+        held, told = self._weights.buffers(self._maxima), list[tuple[list[str], Handle]]()
+        for names in buckets(held, {}):
+            flat = torch.cat([held[name].reshape(-1) for name in names])
+            flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
+            rows = flat.new_zeros(self._sums.size, len(flat))
+            rows[self._sums.index] = flat
+            told.append((names, self._sums.start(rows)))
+        self._largest[number] = told
+
+    @torch.no_grad()
+    def _wait_maxima(self, number: int) -> None:
+        """Take the largest values, unless another replica has made the update with them here."""
+        first = self._weights.first_here
+        held = first.buffers(self._maxima)
+        for names, handle in self._largest.pop(number):
+            rows = handle.wait()
+            assert rows is not None
+            each = torch.split(rows.amax(0), [held[name].numel() for name in names])
+            for name, one in zip(names, each, strict=True) if first.newest <= number else ():
+                held[name].copy_(one.view(held[name].shape))
 
     def _updated(self, number: int) -> dict[str, Tensor]:
         """The weights that an update makes."""
@@ -197,27 +231,26 @@ class Replicas:
 
     def ready(self, action: Action, minibatch: int) -> bool:
         if action is Action.WAIT_REDUCE:
-            return self._gradients.ready(self._weights.update_of(minibatch))
+            number = self._weights.update_of(minibatch)
+            told = self._largest.get(number, ())
+            return self._gradients.ready(number) and all(one.ready() for _, one in told)
         if action is Action.WAIT_GATHER and self._gathering is not None:
             return self._gathering.ready(self._weights.update_of(minibatch))
         if action is Action.WAIT_BUFFERS:
-            _, told = self._digests[action, minibatch]
+            _, digests = self._digests[action, minibatch]
             waits = self._waits(minibatch)
             summed = not waits or self._gradients.ready(self._weights.update_of(minibatch))
-            return told.ready() and self._buffers.ready(minibatch) and summed
+            return digests.ready() and self._buffers.ready(minibatch) and summed
         return True
 
     def abandon(self) -> None:
         """Forget what is in flight: the connections are about to close."""
         self._digests.clear()
+        self._largest.clear()
         self._gradients.abandon()
         if self._gathering is not None:
             self._gathering.abandon()
         self._buffers.abandon()
-
-
-def _has_mean(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class ReplicaWeights(StageWeights):
@@ -280,8 +313,15 @@ class ReplicaWeights(StageWeights):
             self._own[fqn] = buffer = buffer.clone()
         super().rebind(fqn, buffer)
 
+    @property
+    def first_here(self) -> StageWeights:
+        return self._first
+
     @torch.no_grad()
-    def follow_buffers(self, tensors: Callable[[str], Tensor]) -> None:
-        """Take the values of the first replica's buffers."""
+    def follow_buffers(
+        self, tensors: Callable[[str], Tensor], names: Collection[str] | None = None
+    ) -> None:
+        """Take the values of the first replica's buffers; None: of all."""
         for fqn, own in self._own.items():
-            own.copy_(tensors(fqn))
+            if names is None or fqn in names:
+                own.copy_(tensors(fqn))

@@ -78,6 +78,11 @@ class StageWeights(StageGradients):
         held = self.registered_buffers(self.modules[0], names)
         return {self._places[one.name]: one.tensor for one in held}
 
+    @property
+    def first_here(self) -> StageWeights:
+        """Those of the first replica in this process, which the optimizer knows."""
+        return self
+
     def registered_buffers(self, module: nn.Module, names: Collection[str]) -> list[Registered]:
         """Buffers of these names where an instance has them."""
         every = registered(module) if names else ()

@@ -133,6 +133,8 @@ class State:
         beside: PartsGroup | None = None,
     ) -> None:  # fmt: skip
         self._model, self._ranks, self.beside = model, ranks, beside
+        #: buffers of which a step finds the largest value of all replicas
+        self.maxima: set[str] = set()
         self._division = compiled.capture.division
         #: of a state dict
         self.keys = tuple(one.name for one in registered(model) if one.kept)
@@ -164,13 +166,20 @@ class State:
         self._compiled = compiled
         self._canonical = {a: fqn for fqn, i in self.infos.items() for a in (fqn, *i.aliases)}
 
-    def buffer(self, fqn: str) -> Tensor:
-        """A buffer for the optimizer, which a step finds as plain PyTorch has it.
+    def buffer(self, fqn: str, over_replicas: str | None = None) -> Tensor:
+        """A buffer for the optimizer, which a step finds as plain PyTorch has it: where replicas
+        write it, as the largest of their values ("max").
 
         Raises:
             ConfigError: this process has none of that name, or training writes it and a step finds
-                what only one replica or part wrote, or what a later minibatch did.
+                what only one replica wrote, what a later minibatch did, or is of one part alone.
         """
+        if over_replicas not in (None, "max"):
+            raise ConfigError(
+                f"the optimizer asks for {over_replicas!r} of the values that replicas write",
+                where=fqn,
+                remedy=f'parameters.buffer({fqn!r}, "max"), or the name alone',
+            )
         name = self._canonical.get(fqn, fqn)
         if name not in self.infos or self.infos[name].kind != "buffer" or name in self._elsewhere:
             raise ConfigError(
@@ -181,19 +190,24 @@ class State:
                 'borders of modules alone: constraints=(pdcompile.CutAt("layers.*"),)',
             )
         compiled, stages = self._compiled, self.stages[name]
-        spec, why = compiled.stream.spec, ""
+        spec, why, remedy = compiled.stream.spec, "", ""
         if any(name in compiled.written_buffers(stage) for stage in stages):
             if spec.kind.stream:
                 why = "later minibatches write it before a step under this schedule"
-            elif any(len(spec.ranks[stage]) > 1 for stage in stages):
-                why = "each replica of its stage writes its own"
+                remedy = f"a schedule of {flush_schedules()}"
             elif self.beside is not None:
-                why = "each part of its stage writes its own"
+                why, remedy = "parts of its stage step parameters at homes of their own", "parts=1"
+            elif any(len(spec.ranks[stage]) > 1 for stage in stages):
+                if spec.homes:
+                    why = "replicas of its stage step parameters at homes of their own"
+                    remedy = "updates='every'"
+                elif over_replicas is None or self.tensors[name].is_complex():
+                    why = "each replica of its stage writes its own"
+                    remedy = f'parameters.buffer({fqn!r}, "max") for the largest, or replicas=1'
+                self.maxima.add(name)
         if why:
             raise ConfigError(
-                f"the optimizer asks for this buffer, and {why}",
-                where=fqn,
-                remedy=f"a schedule of {flush_schedules()}, replicas=1 and parts=1",
+                f"the optimizer asks for this buffer, and {why}", where=fqn, remedy=remedy
             )
         return self.tensors[name]
 

@@ -142,7 +142,7 @@ class Reduction:
             name: torch.empty_like(one, dtype=summed[name], device="meta")
             for name, one in tensors.items()
         }
-        self._buckets = _buckets(self._like, self._homes)
+        self._buckets = buckets(self._like, self._homes)
         self._posted: dict[int, list[Handle]] = {}
 
     def post(self, number: int, tensors: dict[str, Tensor]) -> None:
@@ -205,7 +205,7 @@ class Gathering:
     def __init__(
         self, sums: GroupSums, tensors: Mapping[str, Tensor], homes: Mapping[str, int]
     ) -> None:
-        self._sums, self._homes, self._buckets = sums, homes, _buckets(tensors, homes)
+        self._sums, self._homes, self._buckets = sums, homes, buckets(tensors, homes)
         self._posted: dict[int, list[tuple[list[str], Handle]]] = {}
 
     def post(self, number: int, tensors: Mapping[str, Tensor]) -> None:
@@ -241,7 +241,7 @@ class Gathering:
         self._sums.abandon()
 
 
-def _buckets(tensors: Mapping[str, Tensor], homes: Mapping[str, int]) -> list[list[str]]:
+def buckets(tensors: Mapping[str, Tensor], homes: Mapping[str, int]) -> list[list[str]]:
     """Names in the order in which backward ends with them, in runs of one dtype and home."""
     open_: dict[tuple[torch.dtype, int | None], tuple[list[str], int]] = {}
     found: list[list[str]] = []

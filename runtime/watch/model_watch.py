@@ -51,7 +51,7 @@ class ModelWatch:
     Args:
         model: the one that is trained.
         loss_fn: watched too where it is a module.
-        tied: names of parameters of this process that other processes hold copies of.
+        tied: names of parameters that several stages hold; none where no other process does.
         several: True if there are other processes.
 
     Raises:

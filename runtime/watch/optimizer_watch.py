@@ -191,7 +191,8 @@ def _after_steps(
             for name, parameter in parameters.items()
         }
         for number, names in enumerate(parts):
-            updater.apply(t, [(copies[name], gradients[name]) for name in names], stage=number)
+            given, own = [(copies[n], gradients[n]) for n in names], {id(copies[n]) for n in names}
+            updater.apply(t, given, number, own)
     return copies, not state.equal(torch.get_rng_state())
 
 

@@ -28,6 +28,7 @@ from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem, Wish
+from pdcompile.problem.constraints import smallest_conflict
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
@@ -99,19 +100,6 @@ def keeping(problem: PartitionProblem, limits: Collection[Limit]) -> PartitionPr
     )
 
 
-def irreducible(
-    limits: Sequence[Limit], holds: Callable[[Sequence[Limit]], bool]
-) -> tuple[Limit, ...]:
-    """A conflict of these, which cannot hold together, and of which every part can; of the first
-    ones where either would do."""
-    core = [*limits]
-    for limit in reversed(limits):
-        rest = [one for one in core if one != limit]
-        if rest and not holds(rest):
-            core = rest
-    return tuple(core)
-
-
 def no_assignment(
     problem: PartitionProblem,
     budget: Budget,
@@ -143,7 +131,7 @@ def no_assignment(
     core, remedies = limits_of(problem), list[str]()
     known = "these conflict, or some of them, which was not found in time"
     try:
-        core = irreducible(core, lambda chosen: assigned(chosen) is not None)
+        core = smallest_conflict(core, lambda chosen: assigned(chosen) is not None)
         known = "limits that cannot hold together" if len(core) > 1 else "limit that cannot hold"
         remedies = _left_out(limits_of(problem), core, assigned)
     except OutOfTimeError:

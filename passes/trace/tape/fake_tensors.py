@@ -208,11 +208,12 @@ class FakeTensors:
 
     def model_tensors_at(self, keys: set[int]) -> list[str]:
         """Canonical FQNs of the model's tensors in these storages, in order of first use."""
-        return [fqn for key, fqns in self._model_at.items() if key in keys for fqn in fqns]
+        held = self._model_at.items() if keys else ()
+        return [fqn for key, fqns in held if key in keys for fqn in fqns]
 
     def values_at(self, keys: set[int]) -> list[str]:
         """The newest value in each storage."""
-        return [names[-1] for key, names in self._at.items() if key in keys]
+        return [names[-1] for key, names in self._at.items() if key in keys] if keys else []
 
     def values(self) -> dict[str, Value]:
         """All values in the order in which they were made, without their consumers."""

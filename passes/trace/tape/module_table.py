@@ -99,15 +99,17 @@ class ModuleTable:
         That is so for a leaf that forward switched to another mode than the model's, or gave other
         attributes (``self.drop.p = …``).
         """
+        if path not in self._constructors:
+            return None
         module = self.modules[path]
         if module.training != training or _hooked(module):
             return None
         # As below torch.func.functional_call, which puts others in.
         if any(id(t) not in self.fqns for t in (*module.parameters(), *module.buffers())):
             return None
-        if path in self._constructors and _attributes(module) != self._attributes[path]:
+        if _attributes(module) != self._attributes[path]:
             return None
-        return self._constructors.get(path)
+        return self._constructors[path]
 
     def shares_memory(self, fqn: str) -> str | None:
         """Another tensor of the model in the storage of this one."""

@@ -92,18 +92,22 @@ def record(
     observed = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
     def recorded(assigned: dict[tuple[int, str], str]) -> Recording:
-        before = State(subject.model)
         findings = Findings()
 
-        def run(sizes: Policy | None = None) -> Recording:
-            before.restore()
+        def once(sizes: Policy | None = None) -> Recording:
             one = _Run(subject, call, assumed, sizes, findings)
             one.tape.opaque, one.tape.assigned = observed, assigned
             with subject.global_state.as_before():
                 return one.recording()
 
         if training not in assumed.sizes_vary:
-            return run()
+            return once()
+        before = State(subject.model)
+
+        def run(sizes: Policy | None = None) -> Recording:
+            before.restore()
+            return once(sizes)
+
         proofs = subject.proofs
         if not settle and training in proofs:
             return run(proofs[training].usual)

@@ -1,0 +1,73 @@
+"""Modules that are divided as a `Split` asks, and not as the family of all others does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import cast
+
+from pdcompile.errors import ConfigError
+from pdcompile.parts.shard import Split as Family
+from pdcompile.passes.coarsen.constraints import match
+from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes
+from pdcompile.problem.constraints import Split, describe
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Constraints with the names of their ops, as far as their stages are divided."""
+
+    each: tuple[tuple[Split, tuple[str, ...]], ...] = ()
+
+    @property
+    def families(self) -> dict[str, Family]:
+        """The families of their ops, by name."""
+        return {n: cast(Family, one.axis) for one, names in self.divided for n in names}
+
+    @property
+    def divided(self) -> tuple[tuple[Split, tuple[str, ...]], ...]:
+        """Those that ask for an axis."""
+        return tuple(pair for pair in self.each if pair[0].axis != "whole")
+
+    def fixed(self, products: Collection[str]) -> list[tuple[Split, tuple[str, ...]]]:
+        """The ops of each that may not stay whole: products or, without any, all that it has."""
+        return [(one, tuple(n for n in names if n in products) or names)
+                for one, names in self.divided]  # fmt: skip
+
+
+def asked(axes: Axes, splits: Sequence[Split], *, evaluates: bool) -> Asked:
+    """The constraints with their ops; those that are to be whole lose their axes.
+
+    Raises:
+        ConfigError: what a constraint names runs in training on whole stages alone; or two are of
+            one op.
+    """
+    graph, each, owner = axes.graph, list[tuple[Split, tuple[str, ...]]](), dict[str, Split]()
+    for one in splits:
+        names: tuple[str, ...] = ()
+        with suppress(ConfigError):  # of evaluation, which may not have it
+            names = tuple(graph.ops[i].name for i in match(graph, one.pattern))
+        names = tuple(name for name in names if axes.ops[name].reason != WHOLE_STAGE)
+        if not names and evaluates:
+            continue
+        if not names:
+            raise ConfigError(
+                f"{describe(one)}: it runs on stages of one part alone",
+                where=describe(one),
+                remedy="leave it out, or Pin it to a stage of several parts",
+            )
+        for name in names:
+            other = owner.setdefault(name, one)
+            if other.axis != one.axis:
+                raise ConfigError(
+                    f"{describe(other)} and {describe(one)} are both of {name} "
+                    f"({axes.ops[name].op.source})",
+                    where=describe(one),
+                    remedy=f"leave out {describe(other)} or {describe(one)}",
+                )
+            if one.axis == "whole":
+                reason = f"{describe(one)} says so"
+                axes.ops[name] = replace(axes.ops[name], loops={}, reason=reason)
+        each.append((one, names))
+    return Asked(tuple(each))
