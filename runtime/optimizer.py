@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from pdcompile.runtime.stage.homes import Homes
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.warn import warn
 
+Scale = Callable[[int, int], float]  # of the learning rate: of a stage, of a minibatch's update
 _Place = tuple[int, str]  # of `Updater._values`: which dict, and the key in it
 _SHARED = frozenset(("params", "param_groups", "state"))
 _NOTHING = object()
@@ -34,18 +35,19 @@ class Updater:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, reach: int, scales: Sequence[float] = (),
+        self, optimizer: torch.optim.Optimizer, reach: int, scale: Scale | None = None,
         homes: Homes | None = None,
     ) -> None:  # fmt: skip
-        """`scales`: what learning rates are multiplied by, of each stage; empty: 1."""
+        """`scale`: what the learning rates of an update are multiplied by; None: 1."""
         self.optimizer, self._homes = optimizer, homes
-        self._scales = scales
-        for group in optimizer.param_groups if scales else ():
+        self._scale = scale
+        for group in optimizer.param_groups if scale is not None else ():
             if "lr" not in group:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} has no learning rate to scale by stage",
+                    f"{type(optimizer).__name__} has no learning rate to scale by stage or replica",
                     where="linear_lr_scaling",
-                    remedy="leave linear_lr_scaling out, or use an optimizer with lr",
+                    remedy="leave linear_lr_scaling out, or use another schedule, or an optimizer "
+                    "with lr",
                 )
         self._reach = reach
         self._snapshots: dict[int, list[dict[str, Any]]] = {}
@@ -101,7 +103,7 @@ class Updater:
         groups = self.optimizer.param_groups
         hidden = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
         present = [dict(group) for group in groups]
-        chosen = self._scaled(self._snapshots[minibatch], stage)
+        chosen = self._scaled(self._snapshots[minibatch], stage, minibatch)
         for group, then in zip(groups, chosen, strict=False):
             group.update(then)
         _set_gradients((parameter, None) for parameter, _ in hidden)
@@ -148,11 +150,14 @@ class Updater:
                 groups[n][key] = value
         return found
 
-    def _scaled(self, groups: list[dict[str, Any]], stage: int) -> list[dict[str, Any]]:
+    def _scaled(
+        self, groups: list[dict[str, Any]], stage: int, minibatch: int
+    ) -> list[dict[str, Any]]:
         """The values of an update of a stage, with its learning rates."""
-        if not self._scales:
+        if self._scale is None:
             return groups
-        return [{**group, "lr": group["lr"] * self._scales[stage]} for group in groups]
+        factor = self._scale(stage, minibatch)
+        return [{**group, "lr": group["lr"] * factor} for group in groups]
 
     def _left_by(self, stage: int) -> dict[_Place, Any]:
         """Values that the last update of a stage left; `_NOTHING`: nothing is there."""

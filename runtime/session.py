@@ -86,9 +86,9 @@ class Session(Guarded):
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = self.homes.optimizer(options.optimizer, mine.named_parameters())
         if self.optimizer is not None:
-            counts = list(map(len, self.spec.ranks))
-            scales = [n / counts[0] for n in counts] if plan.training.linear_lr_scaling else []
-            self.updater = Updater(self.optimizer, self.spec.reach, scales, self.homes)
+            scaled = plan.training.linear_lr_scaling or self.spec.rescales
+            scale = plan.scale_of if scaled else None
+            self.updater = Updater(self.optimizer, self.spec.reach, scale, self.homes)
             for worker in self.workers:
                 worker.updater = self.updater
         if world is not None:

@@ -357,6 +357,7 @@ GOLDEN_PLANS = {
     "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),
     "stash": make_plan("stash", 3, 1),
     "stash_replicas": make_plan("stash", 2, 1, replicas=(2, 1)),
+    "async": make_plan("async", 2, 1, replicas=(2, 1)),
     "forward": make_plan("forward", 3, 4),
     "vsync": make_plan("vsync", 3, 1, clip=1.0, tied=(TiedParameter("w", (0, 2), 1),)),
 }

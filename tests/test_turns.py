@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import pdcompile
 from pdcompile.cluster import Cluster, Device, Level
@@ -28,6 +29,7 @@ from pdcompile.plan import Plan
 from pdcompile.plan.times import times_of
 from pdcompile.plan.validate import validate
 from pdcompile.report.plan_table import explain as explain_text
+from pdcompile.schedule.spec import PipelineSpec
 from pdcompile.schedule.turns import ahead, horizon, in_turn, share_of
 from tests.helpers.alike import CLOSE, COMMON, PLANNED, close
 from tests.helpers.launch import processes
@@ -258,6 +260,73 @@ def test_the_planner_gives_faster_replicas_more(schedule: str, tmp_path: Path) -
     assert again.plan.spec == plan.spec
 
 
+class Point(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.far = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.at + x * self.far
+
+
+def halves(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (output - target).square().mean()
+
+
+@pytest.mark.parametrize(("rescaled", "minimum"), [(True, 0.5), (False, 0.25)])
+def test_rescaled_updates_land_at_the_minimum_of_the_mean(
+    rescaled: bool, minimum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two quadratics, one a replica, of speeds 3 to 1: with minima at 0 and at 1."""
+    if not rescaled:
+        monkeypatch.setattr(PipelineSpec, "rate", lambda *_: 1.0)
+    common: dict[str, Any] = {
+        "loss_fn": halves, "optimizer": partial(torch.optim.SGD, lr=0.005), "schedule": "async",
+    }  # fmt: skip
+    x, own = torch.ones(1, 1), (torch.zeros(1, 1), torch.ones(1, 1))
+    pipe = pdcompile.compile(
+        Point(), x, example_target=x, replicas=(2,), cluster=of_speeds([3.0, 1.0]), **PLANNED,
+        **common,
+    )  # fmt: skip
+    turns = pipe.plan.spec.turns(0)
+    assert turns == (0, 0, 0, 1)
+    assert pipe.plan.training.warmup == (3,)
+    expected = pdcompile.reference(Point(), plan=pipe.plan, **common)
+    for t in range(1200):
+        target = own[turns[t % 4]]
+        pipe.step(x, target=target)
+        if t < 100:
+            expected.step(x, target=target)
+        if t == 99:
+            close(pipe.full_state_dict(), expected.full_state_dict())
+    pipe.flush()
+    assert float(sum(pipe.full_state_dict().values())) == pytest.approx(minimum, abs=1e-2)
+
+
+def test_rates_have_a_mean_of_one_over_replicas() -> None:
+    plan = make_plan("async", 2, 1, replicas=(2, 1))
+    plan = replace(plan, stages=(replace(plan.stages[0], turns=(0, 0, 0, 1)), plan.stages[1]))
+    assert [plan.spec.rate(0, t) for t in range(5)] == [0.5, 0.5, 0.5, 1.5, 0.5]
+    assert {plan.spec.rate(1, t) for t in range(5)} == {1.0}
+    assert [plan.spec.group(s) for s in (0, 1)] == [1, 1]
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_asynchronous_programs_are_proved_with_any_turns(data: st.DataObject) -> None:
+    counts = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    plan = make_plan(
+        "async", len(counts), 1, replicas=counts, clip=data.draw(st.sampled_from([None, 1.0]))
+    )
+    depths, depth = list[int](), 0
+    for _ in counts:
+        depth += data.draw(st.integers(0, 3))
+        depths.insert(0, depth)
+    turned_ = turned(data.draw, plan)
+    training = replace(plan.training, warmup=tuple(depths))
+    check(replace(turned_, training=training))
+
+
 def test_a_plan_of_turns_is_not_exported() -> None:
     plan = make_plan("1f1b", 2, 4, replicas=(2, 2))
     stages = tuple(replace(one, turns=(0, 0, 1)) for one in plan.stages)
@@ -305,6 +374,22 @@ for schedule in ("1f1b", "2bw"):
     turned, _ = with_turns(plan.plan, (0, 0, 1), ()), plan.close()
     pipe = pdcompile.compile(model, inputs, plan=turned, **given)
     train(pipe, eager, model, ((0, 0, 1), ()))
+model = models.mlp()
+inputs, target = models.batch_for(model, 2)
+common = dict(loss_fn=models.loss_for(model), optimizer=partial(torch.optim.SGD, lr=0.1),
+              schedule="async", max_grad_norm=0.5)
+twin = copy.deepcopy(model)
+pipe = pdcompile.compile(model, inputs, example_target=target, replicas=(3,), costs="estimated",
+                         verify="off", cluster=of_speeds([3.0, 1.0, 1.0]), **common)
+assert pipe.plan.spec.patterns == ((0, 0, 0, 1, 2),)
+eager = reference(twin, plan=pipe.plan, **common)
+for t in range(12):
+    inputs, target = models.batch_for(model, 2, t)
+    ours, theirs = (one.step(inputs, target=target) for one in (pipe, eager))
+    assert abs(float(ours.loss) - float(theirs.loss)) < 2e-5
+pipe.flush()
+close(pipe.state_dict(), eager.full_state_dict())
+pipe.close()
 say("equal")
 """
 )

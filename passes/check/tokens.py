@@ -69,7 +69,10 @@ class Tokens(Updates):
             raise Violation("a forward belongs to the call of its minibatch")
         if done and microbatch <= done[-1]:
             raise Violation(f"forward after that of microbatch {done[-1]}: not ascending")
-        if self.group > 1 and self.spec.rank(self.stage, microbatch, minibatch) != self.rank:
+        if (
+            self.spec.kind.updates_each
+            and self.spec.rank(self.stage, microbatch, minibatch) != self.rank
+        ):
             raise Violation("a forward of what another replica takes: they take turns")
         self.arrived(self.values_in, label)
         done.append(microbatch)

@@ -16,7 +16,16 @@ from pdcompile.passes.planning.solved_problem import MOST_EXTRA, placed
 from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
-from pdcompile.schedule.turns import Pattern, horizon, in_turn, largest_share, share_of
+from pdcompile.schedule.turns import (
+    Pattern,
+    horizon,
+    in_turn,
+    largest_share,
+    longest_gap,
+    share_of,
+)
+
+CYCLE = 24  # turns, at most, where they go on from one minibatch to the next
 
 
 def by_speed(speeds: Sequence[float], count: int) -> Pattern:
@@ -40,9 +49,10 @@ def with_turns(plan: Plan, least_seconds: float) -> Plan:
     """
     kind, devices, m = plan.training.kind, plan.machines.devices, plan.training.num_microbatches
     speeds = [[devices[rank].speed for rank in own] for own in plan.ranks]
-    if all(len({*own}) == 1 for own in speeds) or kind.updates_each or not kind.trains:
+    by_microbatch = kind.trains and not kind.updates_each
+    if all(len({*own}) == 1 for own in speeds) or not (kind.alone or by_microbatch):
         return plan
-    turns = [by_speed(own, m) if len({*own}) > 1 else () for own in speeds]
+    turns = [by_speed(own, CYCLE if kind.alone else m) if len({*own}) > 1 else () for own in speeds]
     stages = tuple(
         replace(stage, turns=own, paces=tuple(min(ours) / one for one in ours if own))
         for stage, own, ours in zip(plan.stages, turns, speeds, strict=True)
@@ -90,6 +100,10 @@ def _depths(plan: Plan, turns: Sequence[Pattern]) -> Iterator[tuple[int, ...]]:
     for extra in range(MOST_EXTRA + 1):
         depths, run = list[int](), 0
         for own in reversed(patterns):
+            if kind.alone:  # all others have their turns while one computes
+                run += longest_gap(own) + (extra if run else 0)
+                depths.insert(0, run - 1)
+                continue
             depth = 0
             while run and horizon(own, depth + 1) < run + len({*own}) + extra:
                 depth += 1
@@ -99,13 +113,14 @@ def _depths(plan: Plan, turns: Sequence[Pattern]) -> Iterator[tuple[int, ...]]:
 
 
 def _notes(plan: Plan, was: str) -> Iterator[str]:
-    m = plan.training.num_microbatches
+    m, alone = plan.training.num_microbatches, plan.training.kind.alone
     for stage, own in zip(plan.stages, plan.ranks, strict=True):
         if stage.turns:
-            shares = [len(share_of(stage.turns, q, m)) for q in range(stage.replicas)]
+            count = len(stage.turns) if alone else m
+            shares = [len(share_of(stage.turns, q, count)) for q in range(stage.replicas)]
             speeds = [plan.machines.devices[rank].speed for rank in own]
             yield (
                 f"stage {stage.index}: its replicas on ranks {', '.join(map(str, own))} take "
-                f"{', '.join(map(str, shares))} of {m} microbatches, by their speeds "
-                f"({', '.join(f'{one:g}' for one in speeds)}): {was}"
+                f"{', '.join(map(str, shares))} of {count} {'mini' if alone else 'micro'}batches, "
+                f"by their speeds ({', '.join(f'{one:g}' for one in speeds)}): {was}"
             )

@@ -69,6 +69,8 @@ def warmup(
         share = StageDeployment(counts[0]).share(num_microbatches)
         return tuple(count - 1 for count in _held(kind, share, placement))
     depths = [0] * num_stages
+    if kind.alone:  # a run of turns of all stages that follow, and one of its own
+        return tuple((1 + extra) * sum(counts[s + 1 :]) + r - 1 for s, r in enumerate(counts))
     for stage in range(num_stages - 2, -1, -1):
         here, there = counts[stage], counts[stage + 1]
         together = here + there - 2 * gcd(here, there) if kind.updates_each else 0

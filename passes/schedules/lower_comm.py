@@ -223,7 +223,8 @@ class StagePart:
             # Its part was backward before the group was complete, if it is not in flight.
             first = next((t for t, _ in self.waiting), 1)
             self.post_collective(self.column.closing(self.stage, first) - 1)
-        if not self.to_post and self.spec.gathers(self.stage) and self.spec.halfway(self.stage):
+        early = self.spec.gathers(self.stage) and self.spec.halfway(self.stage)
+        if not self.to_post and upto == "update" and (early or self.spec.kind.alone):
             self.idle.add(0)  # others are not to wait for its own update
             self.post_collective(-self.spec.reach - 1)
         pool = FORWARD_ONLY_SLOTS if upto == "forward" else self.spec.pool(self.stage)
@@ -466,10 +467,9 @@ class TiedSums:
         own, lanes = self.part.hops.sums_in, self.part.column.lanes
         return [lanes[hop.stage].sums for hop in own if hop.edge == edge and hop.local]
 
-    def _came(self, minibatch: int, edge: int) -> bool:
+    def _came(self, t: int, edge: int) -> bool:
         """True unless another stage of the rank has still to add to it."""
-        later = self._later(edge)
-        return all(one._came(minibatch, edge) and not one.has_backward(minibatch) for one in later)
+        return all(x._came(t, edge) and not x.has_backward(t) for x in self._later(edge))
 
     def take(self, minibatch: int, edge: int) -> None:
         """Wait for the sum of later holders, and pass it on unless it ends here."""

@@ -405,21 +405,17 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
     if options.schedule == "auto":
         considered = [n for n in allowed(options.max_staleness) if KINDS[n].by_planner]
         schedules = tuple(n for n in considered if KINDS[n].usual == 1)
+    placement, given = configuration.placement, options.replicas
+    by_planner = given in SEARCHED and not (placement and given == "1")
     space = SearchSpace(
         replicas=replicas,
         recompute=again,
         schedules=schedules,
         microbatches=_counts(options, configuration, sizes),
         extra_warmup=options.extra_warmup,
-        stages=len(mixed)
-        or (
-            options.stages
-            if options.replicas in SEARCHED
-            and not (configuration.placement and options.replicas == "1")
-            else configuration.num_stages
-        ),
-        in_order=bool(configuration.placement), recomputed=mixed, idle=configuration.idle,
-        placement=configuration.placement, homes=homes,
+        stages=len(mixed) or (options.stages if by_planner else stages),
+        in_order=bool(placement), recomputed=mixed, idle=configuration.idle, placement=placement,
+        homes=homes,
     )  # fmt: skip
     shares = [KINDS[name] for name in considered if KINDS[name].usual > 1 and not mixed]
     several = (_sharing(options, configuration, sizes, kind) for kind in shares)

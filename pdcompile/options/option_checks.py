@@ -43,8 +43,8 @@ def _contradictions(options: Options) -> Iterator[Finding]:
     planned = options.plan is not None or options.sources is not None
     # A plan says the schedule, and whether rates are scaled.
     scales = options.linear_lr_scaling and ("schedule" in options.said or not planned)
-    if scales and not (kind and kind.updates_each and kind.takes_replicas):
-        names = (k.name for k in KINDS.values() if k.updates_each and k.takes_replicas)
+    if scales and not (kind and kind.group(2) > 1 and kind.takes_replicas):
+        names = (k.name for k in KINDS.values() if k.group(2) > 1 and k.takes_replicas)
         message = f"linear_lr_scaling=True under schedule={options.schedule!r}: it is for updates "
         remedy = f"leave it out, or use schedule={' or '.join(map(repr, names))}"
         yield f"{message}that average as many minibatches as their stage has replicas", remedy

@@ -306,6 +306,12 @@ class Plan:
         """True if replicas of a stage take microbatches in other turns than one after the other."""
         return any(stage.turns not in ((), in_turn(stage.replicas)) for stage in self.stages)
 
+    def scale_of(self, stage: int, minibatch: int) -> float:
+        """What the learning rate of a stage's update of a minibatch is multiplied by."""
+        linear = self.training.linear_lr_scaling
+        counts = self.stages[stage].replicas, self.stages[0].replicas
+        return self.spec.rate(stage, minibatch) * (counts[0] / counts[1] if linear else 1.0)
+
     @property
     def made_of(self) -> str:
         """The model's class, and the target as the command line had it."""

@@ -147,7 +147,7 @@ class PipelineTimes:
             # Final messages concern each replica once a minibatch, microbatches one of them each.
             final = kind == "final"
             pairs = self._served(a, b) if final else self._pairs(a, b)
-            if self.patterns and not final:
+            if self.patterns and not final and not kind_of(self.schedule).updates_each:
                 pairs = [pairs[k % len(pairs)] for k in range(num_microbatches)]
             every = num_microbatches if final else len(pairs)
             for x, y in pairs:
@@ -158,7 +158,8 @@ class PipelineTimes:
 
     def computing(self, s: int, num_microbatches: int) -> float:
         """Seconds per microbatch that the busiest rank of a stage computes."""
-        turns, count = self._turns(s), num_microbatches if self.patterns else len(self.ranks[s])
+        turns, restarts = self._turns(s), not kind_of(self.schedule).updates_each
+        count = num_microbatches if self.patterns and restarts else len(turns)
         paces = enumerate(self._paces(s))
         busiest = max(pace * len(share_of(turns, q, count)) for q, pace in paces)
         return (self.forward[s] + self.backward[s]) * busiest / count

@@ -132,7 +132,7 @@ def _turns(plan: Plan) -> Iterator[Finding]:
         if stage.paces and (len(stage.paces) != stage.replicas or not 0 < min(stage.paces) <= 1):
             message = f"paces {list(stage.paces)} of {stage.replicas} replicas"
             yield f"stages[{s}].paces", message, "write a number above 0, up to 1, for each"
-        if stage.turns and kind is not None and kind.updates_each:
+        if stage.turns and kind is not None and kind.updates_each and not kind.alone:
             message = f"turns under {kind.name!r}, where an update is of one microbatch of each"
             yield path, message, "leave turns out, or use another schedule"
         before = [t for t in plan.stages[:s] if {*t.ranks} & {*stage.ranks}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Reference(ReferenceState):
         )  # fmt: skip
         ages = weight_ages(self._model, options)
         self._versions = Versions(self._model, ages)
-        self._groups = Groups(self._model, ages, learning_rates(options))
+        self._groups = Groups(self._model, ages, partial(learning_rates, options))
         plan = options.plan
         self._uses = TiedUses(self._model, () if plan is None else plan.tied)
         lag = max((age.lag for age in ages.values()), default=0)
@@ -121,7 +122,7 @@ class Reference(ReferenceState):
                 self.clip_grad_norm_(self._options.max_grad_norm)
             self._versions.remember(number)
             if finite:
-                self._groups.step(self.optimizer)
+                self._groups.step(self.optimizer, number)
             if self._scale is not None:
                 self._scale.learn(number, finite=finite)
                 self._scale.show()

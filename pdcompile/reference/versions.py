@@ -6,6 +6,7 @@ with warm-up depths w_s, the schedules are
     flushes        lag 0: eager gradient accumulation (gpipe, 1f1b, zb-h1, written ones)
     2bw            lag 1 on every stage
     vsync          lag w_0 on every stage
+    async               the same, and learning rates by whose turn it was
     stash          lag w_s on stage s
 
 The registry has the lag of each.
@@ -20,7 +21,7 @@ t + 1 a multiple of r_s, makes W_{(t+1)/r_s}.  Lags count updates.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -91,12 +92,14 @@ class Groups:
     minibatches; a group that is not complete waits, whatever comes between."""
 
     def __init__(
-        self, model: nn.Module, ages: Mapping[str, Age], rates: Mapping[str, float]
+        self,
+        model: nn.Module,
+        ages: Mapping[str, Age],
+        scales: Callable[[int], Mapping[str, float]],
     ) -> None:
-        """`rates`: what learning rates are multiplied by, for each parameter; empty: 1."""
-        self._rates: dict[float, list[nn.Parameter]] = {}
-        for name, parameter in model.named_parameters() if rates else ():
-            self._rates.setdefault(rates.get(name, 1.0), []).append(parameter)
+        """`scales`: what learning rates of a minibatch's update are multiplied by, for each
+        parameter; empty: 1."""
+        self._model, self._scales = model, scales
         named = model.named_parameters()
         self._held = {n: (p, ages[n].group) for n, p in named if n in ages and ages[n].group > 1}
         self._sums: dict[str, torch.Tensor] = {}
@@ -117,13 +120,16 @@ class Groups:
                 parameter.grad = None if total is None else total / self._counts[name]
                 self._counts[name] = 0
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, minibatch: int) -> None:
         """One update of the parameters that have a gradient, each with its learning rate."""
-        if not self._rates:
+        scales, rates = self._scales(minibatch), dict[float, list[nn.Parameter]]()
+        for name, parameter in self._model.named_parameters() if scales else ():
+            rates.setdefault(scales.get(name, 1.0), []).append(parameter)
+        if not rates:
             optimizer.step()
-        gradients = {p: p.grad for parameters in self._rates.values() for p in parameters}
-        given = [group["lr"] for group in optimizer.param_groups] if self._rates else []
-        for rate, parameters in self._rates.items():
+        gradients = {p: p.grad for parameters in rates.values() for p in parameters}
+        given = [group["lr"] for group in optimizer.param_groups] if rates else []
+        for rate, parameters in rates.items():
             for parameter in gradients:
                 parameter.grad = None
             for parameter in parameters:
@@ -169,13 +175,12 @@ def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
     return _by_stage(names, plan, ages)
 
 
-def learning_rates(options: Options) -> dict[str, float]:
-    """Factor of the learning rate of each parameter, where that is asked for."""
+def learning_rates(options: Options, minibatch: int) -> dict[str, float]:
+    """Factor of the learning rate of each parameter in an update, where there is one."""
     plan = options.plan
-    if plan is None or not options.linear_lr_scaling:
+    if plan is None or not (options.linear_lr_scaling or plan.spec.rescales):
         return {}
-    first = plan.stages[0].replicas
-    return {name: stage.replicas / first for stage in plan.stages for name in stage.parameters}
+    return {n: plan.scale_of(s.index, minibatch) for s in plan.stages for n in s.parameters}
 
 
 def _by_stage(names: list[str], plan: Plan, age_of: list[Age]) -> dict[str, Age]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
-from math import gcd, lcm
+from math import gcd
 from typing import Literal, NamedTuple
 
 from pdcompile.errors import ScheduleError, did_you_mean
@@ -110,6 +110,9 @@ class ScheduleKind:
         extra: forwards that every rank adds to its warm-up, as in "interleaved+2"; None: no number.
         trains: False: forwards alone, without gradients and updates.
         dispatched: every rank of one host runs what comes to it next (`placement.dispatched`).
+        alone: where every microbatch is a minibatch, the update after it is of that one, whichever
+            replica took it; else of one of each replica.  Warm-up then counts the microbatches of
+            all replicas of a stage.
     """
 
     name: str
@@ -127,6 +130,7 @@ class ScheduleKind:
     extra: int | None = None
     trains: bool = True
     dispatched: bool = False
+    alone: bool = False
 
     @property
     def stream(self) -> bool:
@@ -151,20 +155,20 @@ class ScheduleKind:
     def takes_replicas(self) -> bool:
         """True if a stage may have several.  With an update each, stages of unlike counts make
         unlike versions, and one that is the same on all stages does not exist."""
-        return not (self.updates_each and self.one_age)
+        return self.alone or not (self.updates_each and self.one_age)
 
     def group(self, replicas: int) -> int:
         """Minibatches whose gradients one update of a stage averages.
 
         Where every microbatch is a minibatch the replicas take minibatches in turn, and a stage
-        updates when each of them has had one.
+        updates when each of them has had one, unless updates are `alone`.
         """
-        return replicas if self.updates_each else 1
+        return replicas if self.updates_each and not self.alone else 1
 
     @property
     def by_planner(self) -> bool:
-        """True if schedule="auto" considers it.  A minibatch in one piece is another training; and
-        what a dispatched schedule saves is memory that its host shares."""
+        """True if schedule="auto" considers it: a minibatch in one piece is another training, and a
+        dispatched schedule has all stages on every rank."""
         return self.trains and not (self.updates_each or self.dispatched)
 
     @property
@@ -284,17 +288,6 @@ class ScheduleKind:
         return self.lag_of(warmup, first) + 1 - (warmup if self.updates_each else 0)
 
 
-def window(first: tuple[int, int], last: tuple[int, int]) -> int:
-    """Sends in flight on one channel between two stages, each (warm-up, replicas), in order.
-
-    The first stage runs w_first·r_first − w_last·r_last microbatches ahead; a send that much
-    older plus one is known to have been received, so that waiting for it does not block in
-    steady state.
-    """
-    (w, a), (v, b) = first, last
-    return max(2, 1 + -(-(w * a - v * b) // lcm(a, b)))
-
-
 DEFAULT = "1f1b"
 _ROWS = (
     ScheduleKind(
@@ -322,8 +315,7 @@ _ROWS = (
         "zb-h1",
         update="updates as eager gradient accumulation does, bit for bit",
         source="Zero Bubble, ZB-H1: Qi et al., 2023, arXiv 2401.10241",
-        module="pdcompile.passes.schedules.zero_bubble",
-        splits_backward=True,
+        module="pdcompile.passes.schedules.zero_bubble", splits_backward=True,
     ),
     ScheduleKind(
         "zb-v",
@@ -343,8 +335,7 @@ _ROWS = (
         "2bw",
         update="never drains, and updates with gradients of weights that are one minibatch old",
         source="PipeDream-2BW: Narayanan et al., 2021, arXiv 2006.09503",
-        module="pdcompile.passes.schedules.two_bw",
-        lag=1,
+        module="pdcompile.passes.schedules.two_bw", lag=1,
     ),
     ScheduleKind(
         "stash",
@@ -352,16 +343,22 @@ _ROWS = (
         "each), and takes gradients of weights that are as many updates old as the stage's "
         "warm-up is deep, another age on every stage",
         source="PipeDream: Narayanan et al., 2019, doi 10.1145/3341301.3359646",
-        module="pdcompile.passes.schedules.stash",
-        lag="own warm-up",
+        module="pdcompile.passes.schedules.stash", lag="own warm-up",
     ),
     ScheduleKind(
         "vsync",
         update="never drains, updates after every microbatch, and takes gradients of weights that "
         "are as many minibatches old as the first stage's warm-up is deep, on every stage",
         source="PipeDream: Narayanan et al., 2019, doi 10.1145/3341301.3359646",
-        module="pdcompile.passes.schedules.vsync",
-        lag="first warm-up",
+        module="pdcompile.passes.schedules.vsync", lag="first warm-up",
+    ),
+    ScheduleKind(
+        "async",
+        update="never drains, updates after every microbatch of whichever replica, at a rate that "
+        "is higher the more seldom its turn is, and takes gradients of weights that are as many "
+        "minibatches old as the first stage's warm-up is deep, on every stage",
+        source="Rescaled ASGD: Mahran et al., 2026, arXiv 2605.13434",
+        module="pdcompile.passes.schedules.asynchronous", lag="first warm-up", alone=True,
     ),
     ScheduleKind(
         "forward",

@@ -13,8 +13,16 @@ from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcompile.schedule.instruction import Kind
-from pdcompile.schedule.registry import ScheduleKind, kind_of, window
-from pdcompile.schedule.turns import Pattern, horizon, in_turn, largest_share, share_of, uneven
+from pdcompile.schedule.registry import ScheduleKind, kind_of
+from pdcompile.schedule.turns import (
+    Pattern,
+    horizon,
+    in_turn,
+    largest_share,
+    share_of,
+    uneven,
+    window,
+)
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Edge, TiedParameter
@@ -138,10 +146,31 @@ class PipelineSpec:
         """Minibatches whose gradients one update of the stage averages."""
         return self.kind.group(len(self.ranks[stage]))
 
+    def cycle(self, stage: int) -> int:
+        """Calls after which whose turn it is repeats on a stage."""
+        return len(self.turns(stage)) if self.kind.updates_each else 1
+
     @property
     def period(self) -> int:
         """Calls after which whose turn it is repeats on all stages, and programs with it."""
-        return lcm(*map(self.group, range(len(self.ranks))))
+        return lcm(*map(self.cycle, range(len(self.ranks))))
+
+    @property
+    def rescales(self) -> bool:
+        """True if learning rates are by how seldom a replica has its turn."""
+        return self.kind.alone and any(len(ranks) > 1 for ranks in self.ranks)
+
+    def rate(self, stage: int, minibatch: int) -> float:
+        """Factor of the learning rate of an update of one replica alone (Rescaled ASGD).
+
+        In proportion to the turns from one of the replica's to its next, with a mean of 1 over
+        the replicas: in a cycle of turns each of them has as much weight as any other.
+        """
+        turns = self.turns(stage)
+        if not self.kind.alone:
+            return 1.0
+        apart = {one: len(turns) / turns.count(one) for one in turns}
+        return apart[turns[minibatch % len(turns)]] * len(apart) / sum(apart.values())
 
     def gathers(self, stage: int) -> bool:
         """True if replicas of the stage get weights that others of them have updated."""
@@ -181,13 +210,13 @@ class PipelineSpec:
         That is until its update, and until its values are known to have been received: a channel
         between replicas that take minibatches in turn has one of them every so many calls.
         """
-        counts = [self.group(s) for s in range(len(self.ranks))]
+        stages = range(len(self.ranks))
         sent = (
-            self.window(one.source, target) * lcm(counts[one.source], counts[target])
-            for one in (self.edges if lcm(*counts) > 1 else ())
+            self.window(one.source, target) * lcm(self.cycle(one.source), self.cycle(target))
+            for one in (self.edges if self.period > 1 else ())
             for target in one.targets
         )
-        return max(2, *((1 + self.lag(s)) * n for s, n in enumerate(counts)), *sent)
+        return max(2, *((1 + self.lag(s)) * self.group(s) for s in stages), *sent)
 
     def late(self, stage: int) -> bool:
         """True if STEP waits for other ranks; a stream then places it as late as legal.

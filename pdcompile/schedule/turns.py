@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import lcm
 
 Pattern = tuple[int, ...]
 
@@ -52,6 +53,12 @@ def horizon(turns: Pattern, most: int) -> int:
     return min(found)
 
 
+def longest_gap(turns: Pattern) -> int:
+    """The most turns from one of a replica's to its next."""
+    twice = turns * 2
+    return max(twice.index(one, k + 1) - k for k, one in enumerate(turns))
+
+
 def ahead(turns: Pattern, microbatches: Sequence[int], warmup: int) -> tuple[int, ...]:
     """How many forwards of a replica come before each of its backwards, where replicas take unlike
     turns; empty: its warm-up and one, then one more each time.
@@ -64,3 +71,14 @@ def ahead(turns: Pattern, microbatches: Sequence[int], warmup: int) -> tuple[int
         return ()
     run = horizon(turns, warmup + 1)
     return tuple(sum(other < one + run for other in microbatches) for one in microbatches)
+
+
+def window(first: tuple[int, int], last: tuple[int, int]) -> int:
+    """Sends in flight on one channel between two stages, each (warm-up, replicas), in order.
+
+    The first stage runs w_first·r_first − w_last·r_last microbatches ahead; a send that much
+    older plus one is known to have been received, so that waiting for it does not block in
+    steady state.
+    """
+    (w, a), (v, b) = first, last
+    return max(2, 1 + -(-(w * a - v * b) // lcm(a, b)))

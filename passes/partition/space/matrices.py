@@ -58,8 +58,8 @@ def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> i
     cap = kind.most_warmup(setting.num_microbatches, replicas)
     if kind.warmup == "all":
         return cap
-    if straight:
-        return min(apart * after, cap)
+    if straight or kind.alone:
+        return min(apart * after + replicas - 1, cap)
     times = 2 if kind.updates_each else 0
     most = (1 + apart + times) * after + (1 + times // 2) * (replicas - 1)
     return min(most // replicas, cap)
