@@ -146,6 +146,12 @@ def test_the_planner_chooses_where_updates_are() -> None:
     assert all(len(stage.home_bytes) == 2 for stage in plan.stages)
 
 
+def test_turns_are_those_of_the_dispatch_whatever_the_speeds() -> None:
+    unlike = Cluster((Device(), Device(speed=3.0)), (Level("host", 2, 1e9),))
+    plan = compiled(mlp, cluster=unlike).plan
+    assert [stage.turns for stage in plan.stages] == [()] * 5
+
+
 def test_what_it_has_not() -> None:
     with pytest.raises(ConfigError, match="runs what comes to it next"):
         compiled(mlp, cluster=Cluster.local(2), replicas=2)
