@@ -425,9 +425,8 @@ class TiedSums:
         for may wait for the sum), the owner takes it before the update.
         """
         self.post(minibatch)
-        alone = len(self.part.column.lanes) == 1
         for t, edge in list(self.open):
-            passes = self._owner(edge) != self.part.stage and not alone
+            passes = self._owner(edge) != self.part.stage and len(self.part.column.lanes) > 1
             if t <= minibatch and (passes or edge not in self.received) and self._came(t, edge):
                 self.take(t, edge)
 
@@ -496,5 +495,6 @@ class TiedSums:
         return self.part.spec.tied[edge].stages[0]
 
     def has_backward(self, minibatch: int) -> bool:
-        """True if a backward of the minibatch is still to come."""
-        return any(t == minibatch for t, _ in (*self.part.waiting, *self.part.to_return))
+        """True if a backward is still to come; among several stages its forward may be too."""
+        later = self.part.to_return if len(self.part.column.lanes) > 1 else ()
+        return any(t == minibatch for t, _ in (*self.part.waiting, *later))
