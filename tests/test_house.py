@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_678),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_655,
+        5_656,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
     "verify": (("passes/verify",), 1_512),

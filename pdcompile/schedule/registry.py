@@ -459,7 +459,8 @@ def flush_schedules() -> str:
 
 def several_a_rank(per_rank: int = 2) -> str:
     """Schedules under which a rank may hold so many stages, as remedies list them."""
-    return " or ".join(k.name for k in KINDS.values() if k.trains and k.holds(per_rank))
+    kinds = [k for k in KINDS.values() if k.trains and not k.dispatched]
+    return " or ".join(kind.name for kind in kinds if kind.holds(per_rank))
 
 
 def usual_stages() -> str:
