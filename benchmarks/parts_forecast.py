@@ -91,10 +91,10 @@ def measure(case: dict[str, Any], cluster: str, rate: float) -> None:
             print("STEP", pipe.plan.forecast.step_seconds, median(seconds[2:]), flush=True)
 
 
-def launched(*arguments: str) -> str:
+def launched(*arguments: str, ranks: int = RANKS) -> str:
     """Run a module on the ranks, and return what they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={RANKS}", *arguments]
+    command += [f"--nproc-per-node={ranks}", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PDCOMPILE_CACHE": "off"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -43,6 +43,7 @@ from pdcompile.units import (
 
 MAX_DEVICES = 65_536
 HOST_KIND = "cpu"  # of devices that compute in the memory of their host
+NETWORK = "network"  # the level of links between hosts
 GPU_KIND = "cuda"  # what torch calls all others, AMD's too
 KNOWN_KINDS = (HOST_KIND, GPU_KIND, *SHEETS)
 BARE_NOTE = (
@@ -144,6 +145,11 @@ class Cluster:
     notes: tuple[str, ...] = ()
     parts: Level | None = None
 
+    @property
+    def hosts(self) -> int:
+        """Hosts that its levels speak of."""
+        return math.prod(level.size for level in self.levels if level.name == NETWORK)
+
     @staticmethod
     def local(n: int, *, memory: int | str | None = None, kind: str = HOST_KIND) -> Cluster:
         """n stages in this process: no links to speak of, optional memory limit each.
@@ -180,7 +186,7 @@ class Cluster:
             )
         levels = [Level("host", devices, 100e9)]
         if hosts > 1:
-            levels.append(Level("network", hosts, 12.5e9))
+            levels.append(Level(NETWORK, hosts, 12.5e9))
         note = BARE_NOTE.format(text=text.strip())
         return Cluster((Device(),) * (hosts * devices), tuple(levels), notes=(note,))
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pdcompile.schedule.registry import ScheduleKind, one_age_streams, with_replicas
+from pdcompile.schedule.registry import DEFAULT, ScheduleKind, one_age_streams, with_replicas
 
 #: options of updates that wait for all stages, and what to do instead
 JOINT = {"grad_scaler": "autocast='bfloat16'", "max_grad_norm": "clip per stage in the optimizer"}
+
+
+def elsewhere(kind: ScheduleKind, hosts: int) -> Iterator[tuple[str, str]]:
+    """Why a schedule cannot run on so many hosts, and what to do."""
+    if kind.dispatched and hosts > 1:
+        why = f"{hosts} hosts, and under {kind.name!r} all ranks of one host run all stages in turn"
+        yield why, f"one host; or schedule={DEFAULT!r}, where each stage has ranks of its own"
 
 
 def unfit(

@@ -80,20 +80,10 @@ def test_an_unknown_schedule_is_refused_everywhere() -> None:
 
 
 def test_staleness_says_which_schedules_a_search_may_take(added: str) -> None:
-    assert allowed(0) == ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", added)
-    assert allowed(1) == ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw", added)
-    assert allowed("any") == (
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "zb-h1",
-        "zb-v",
-        "2bw",
-        "stash",
-        "vsync",
-        "async",
-        added,
-    )
+    flush = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "round")
+    assert allowed(0) == (*flush, added)
+    assert allowed(1) == (*flush, "2bw", added)
+    assert allowed("any") == (*flush, "2bw", "stash", "vsync", "async", added)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
@@ -124,7 +114,7 @@ def literals(path: Path) -> set[str]:
 
 
 def test_names_of_schedules_stand_in_the_registry_alone() -> None:
-    words = [name for name in KINDS if name != "forward"]  # which is a word of the field besides
+    words = [name for name in KINDS if name not in ("forward", "round")]  # which are words besides
     named = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
     found = {
         name: sorted(filter(named.search, literals(path)))
@@ -145,7 +135,7 @@ def test_the_guide_says_what_every_schedule_costs() -> None:
 
 def test_auto_considers_all_but_minibatches_in_one_piece() -> None:
     assert {name for name, kind in KINDS.items() if not kind.by_planner} == {
-        "stash", "vsync", "async", "forward",
+        "stash", "vsync", "async", "forward", "round",
     }  # fmt: skip
     worth = {name for name, kind in KINDS.items() if kind.gain}
     assert worth == {"zb-h1", "zb-v"} | {name for name, kind in KINDS.items() if kind.stream}

@@ -15,6 +15,7 @@ from pdcompile.errors import ScheduleError
 from pdcompile.passes.check import check
 from pdcompile.passes.schedules import (
     Stream,
+    alone,
     gpipe,
     interleaved,
     make_stream,
@@ -351,6 +352,7 @@ GOLDEN_PLANS = {
     "zb-h1": make_plan("zb-h1", 3, 5),
     "zb-v": make_plan("zb-v", 4, 3, per_rank=2),
     "zb-v_replicas_clipped": make_plan("zb-v", 2, 3, per_rank=2, replicas=(2, 2), clip=1.0),
+    "round": alone.chain("round", 3, 3, 2),
     "2bw": make_plan("2bw", 3, 4, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))),
     "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),
     "stash": make_plan("stash", 3, 1),

@@ -49,7 +49,7 @@ def with_turns(plan: Plan, least_seconds: float) -> Plan:
     """
     kind, devices, m = plan.training.kind, plan.machines.devices, plan.training.num_microbatches
     speeds = [[devices[rank].speed for rank in own] for own in plan.ranks]
-    by_microbatch = kind.trains and not kind.updates_each
+    by_microbatch = kind.trains and not (kind.updates_each or kind.dispatched)
     if all(len({*own}) == 1 for own in speeds) or not (kind.alone or by_microbatch):
         return plan
     turns = [by_speed(own, CYCLE if kind.alone else m) if len({*own}) > 1 else () for own in speeds]

@@ -98,6 +98,7 @@ def choices_of(plan: Plan) -> dict[str, Any]:
     there = len(Cluster.from_toml(plan.cluster).devices)
     idle = len({rank for own in ranks for rank in own}) < there
     own = replicas[0] if several or {*replicas} == {1} else replicas
+    own = 1 if training.kind.dispatched else own  # they follow
     return {
         "schedule": training.schedule,
         "microbatches": training.num_microbatches,
@@ -115,7 +116,7 @@ def space_of_cut(plan: Plan) -> SearchSpace:
     training, ranks, count = plan.training, plan.ranks, len(plan.stages)
     replicas = tuple(stage.replicas for stage in plan.stages)
     again = tuple(stage.recompute for stage in plan.stages)
-    straight, places = {*replicas} == {1}, len({own[0] for own in ranks})
+    straight, places = {*replicas} == {1}, len({tuple(sorted(own)) for own in ranks})
     return SearchSpace(
         replicas="1" if straight else replicas,
         recompute=tuple(sorted({*again})),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pdcompile.cluster import Level
+from pdcompile.cluster import NETWORK, Level
 
 JUMP = 1.5  # between times of neighbours in the sorted list: less is noise, or one kind of link
 MESSAGE_BYTES = 1_000_000  # whose time is compared
@@ -144,7 +144,7 @@ def level_names(sizes: Sequence[int], hosts: Sequence[str]) -> list[str]:
     """``host`` for levels inside of hosts and ``network`` for others, numbered where several are
     alike."""
     kinds = [
-        "network" if any(hosts and hosts[a] != hosts[b] for a, b in pairs) else "host"
+        NETWORK if any(hosts and hosts[a] != hosts[b] for a, b in pairs) else "host"
         for pairs in level_pairs(sizes)
     ]
     return [

@@ -63,9 +63,9 @@ def warmup(
         return tuple(most)
     if kind.written is not None and placement == kind.written.placement:
         return kind.written.warmup
-    if placement and kind.trains:
-        if len(placement) != num_stages:
-            raise ScheduleError(f"{num_stages} stages on ranks {list(placement)}")
+    if placement and len(placement) != num_stages:
+        raise ScheduleError(f"{num_stages} stages on ranks {list(placement)}")
+    if len({*placement}) < len(placement) and kind.trains:
         share = StageDeployment(counts[0]).share(num_microbatches)
         return tuple(count - 1 for count in _held(kind, share, placement))
     depths = [0] * num_stages

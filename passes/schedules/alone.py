@@ -20,13 +20,16 @@ def chain(schedule: str, num_stages: int, num_microbatches: int, num_ranks: int)
         ScheduleError: there is no such schedule, or it is written for other counts.
     """
     kind = kind_of(schedule)
-    shared = num_ranks < num_stages or kind.written is not None
-    placement = kind.placement(num_stages, num_ranks) if shared else ()
-    depths = warmup(schedule, num_stages, num_microbatches, placement=placement)
+    shared = num_ranks < num_stages or kind.written is not None or kind.dispatched
+    width = kind.width(num_stages, num_ranks)
+    placement = kind.placement(num_stages, num_ranks // width) if shared else ()
+    ranks = kind.ranks(placement, width)
+    replicas = (width,) * num_stages
+    depths = warmup(schedule, num_stages, num_microbatches, replicas, placement=placement)
     stages = tuple(
         StagePlan(
-            s, (), (), forward_seconds=FORWARD, backward_seconds=BACKWARD,
-            ranks=placement[s : s + 1],
+            s, (), (), replicas=width, forward_seconds=FORWARD, backward_seconds=BACKWARD,
+            ranks=ranks[s] if ranks else (),
         )
         for s in range(num_stages)
     )  # fmt: skip
@@ -56,7 +59,7 @@ def written_of(plan: Plan) -> Written:
         raise ScheduleError(
             f"stage {replicated.index} has {replicated.replicas} replicas, and a file has one rank "
             "for a stage",
-            remedy="a plan without replicas",
+            remedy="a plan without replicas; `pdcompile simulate` draws any plan",
         )
     rows = [
         tuple(

@@ -56,7 +56,7 @@ def order(stages: Sequence[StageWork], extra: int = 0) -> Iterator[Task]:
 
 def _rounds(stages: Sequence[StageWork], ranks: int) -> list[tuple[StageWork, int]]:
     """Full rounds of microbatches by their number, each through one stage after the other."""
-    count = len(stages[0].microbatches)
+    count = max(len(own.microbatches) for own in stages)
     return [
         (own, first + n) for first in range(0, count, ranks) for own in stages for n in range(ranks)
     ]

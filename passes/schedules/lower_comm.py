@@ -124,10 +124,7 @@ class Column:
     def channel(self, send: Instruction) -> deque[Instruction]:
         """Its sends that are in flight."""
         key = (send.action.kind, send.edge, send.peer, send.target)
-        found = self.sends.get(key)
-        if found is None:
-            found = self.sends[key] = deque()
-        return found
+        return self.sends.setdefault(key, deque())
 
     def wait_send(self, sent: Instruction) -> None:
         where = (sent.stage, sent.minibatch, sent.microbatch, sent.edge, sent.peer, 0, sent.target)
@@ -137,6 +134,9 @@ class Column:
         """Take and pass on the sums of tied gradients, later stages first."""
         for lane in reversed(self.lanes.values()):
             lane.sums.pass_all(upto)
+
+    def has_backward(self, minibatch: int) -> bool:
+        return any(lane.sums.has_backward(minibatch) for lane in self.lanes.values())
 
     def finish(self) -> None:
         """End a program after which nothing is in flight."""
@@ -296,8 +296,8 @@ class StagePart:
             self.post_value()
         for one in passing:
             self.sums.take(*one)
-        late = self.sums.owned and self.spec.kind.stream  # it would wait here for the sums
-        if ends and is_last and not late:
+        late = self.sums.owned and (self.spec.kind.stream or self.column.has_backward(minibatch))
+        if ends and is_last and not late:  # it would wait here for the sums
             self.post_collective(self.column.closing(self.stage, minibatch))
 
     # -- update ----------------------------------------------------------------------------
@@ -425,10 +425,9 @@ class TiedSums:
         for may wait for the sum), the owner takes it before the update.
         """
         self.post(minibatch)
-        alone = len(self.part.column.lanes) == 1
         for t, edge in list(self.open):
-            passes = self._owner(edge) != self.part.stage and not alone
-            if t <= minibatch and (passes or edge not in self.received):
+            passes = self._owner(edge) != self.part.stage and len(self.part.column.lanes) > 1
+            if t <= minibatch and (passes or edge not in self.received) and self._came(t, edge):
                 self.take(t, edge)
 
     def post(self, minibatch: int) -> None:
@@ -446,7 +445,7 @@ class TiedSums:
     def pass_all(self, upto: int) -> None:
         """Take and pass on what is not yet, of minibatches up to this one."""
         for t, edge in list(self.open):
-            if t <= upto and not self._has_backward(t):
+            if t <= upto and not self.has_backward(t) and self._came(t, edge):
                 self.take(t, edge)
 
     def passing(self) -> list[tuple[int, int]]:
@@ -459,11 +458,23 @@ class TiedSums:
             if posted
             and self._owner(edge) != self.part.stage
             and all(len(spec.ranks[stage]) == 1 for stage in spec.tied[edge].stages)
-            and not self._has_backward(t)
+            and not self.has_backward(t)
         ]
+
+    def _later(self, edge: int) -> list[TiedSums]:
+        """Those of the same rank, whose sums come here."""
+        own, lanes = self.part.hops.sums_in, self.part.column.lanes
+        return [lanes[hop.stage].sums for hop in own if hop.edge == edge and hop.local]
+
+    def _came(self, t: int, edge: int) -> bool:
+        """True unless another stage of the rank has still to add to it."""
+        return all(x._came(t, edge) and not x.has_backward(t) for x in self._later(edge))
 
     def take(self, minibatch: int, edge: int) -> None:
         """Wait for the sum of later holders, and pass it on unless it ends here."""
+        for one in self._later(edge):
+            if (minibatch, edge) in one.open:  # it had nothing to add
+                one.take(minibatch, edge)
         if not self.open[minibatch, edge]:
             self._post(minibatch, edge)
         del self.open[minibatch, edge]
@@ -483,6 +494,7 @@ class TiedSums:
     def _owner(self, edge: int) -> int:
         return self.part.spec.tied[edge].stages[0]
 
-    def _has_backward(self, minibatch: int) -> bool:
-        """True if a backward of the minibatch is still to come."""
-        return any(t == minibatch for t, _ in self.part.waiting)
+    def has_backward(self, minibatch: int) -> bool:
+        """True if a backward is still to come; among several stages its forward may be too."""
+        later = self.part.to_return if len(self.part.column.lanes) > 1 else ()
+        return any(t == minibatch for t, _ in (*self.part.waiting, *later))

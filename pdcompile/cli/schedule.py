@@ -111,7 +111,7 @@ def _by_name(name: str, counts: dict[str, int | None]) -> Written:
     kind = kind_of(name)
     stages = counts["--stages"] or kind.usual * (counts["--ranks"] or STAGES // kind.usual)
     ranks = counts["--ranks"] or -(-stages // kind.usual)
-    if stages % ranks or not kind.holds(stages // ranks):
+    if not kind.dispatched and (stages % ranks or not kind.holds(stages // ranks)):
         most = kind.stages_per_rank
         raise ConfigError(
             f"{stages} stages on {ranks} ranks under schedule {name!r}",

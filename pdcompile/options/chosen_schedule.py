@@ -43,6 +43,12 @@ def chosen_schedule(options: Options) -> str:
     for name, other, why, remedy in unfit(kind, f"under schedule={kind.name!r}", asked):
         said = name if name in JOINT else f"{name}={other!r}"
         raise ConfigError(f"{said}{why}", remedy=remedy)
+    if kind.dispatched and options.replicas not in (1, "1"):
+        raise ConfigError(
+            f"replicas={options.replicas!r} under schedule={options.schedule!r}, where every rank "
+            "runs what comes to it next",
+            remedy="leave replicas out: they follow from the numbers of stages and ranks",
+        )
     unlike = options.replicas == "any" or len({*counts_of(options)}) > 1
     if kind.placed and kind.written is None and unlike:
         raise ConfigError(

@@ -29,6 +29,7 @@ from pdcompile.schedule.registry import (
     kind_of,
     several_a_rank,
 )
+from pdcompile.schedule_limits import elsewhere
 from pdcompile.units import parse_bytes
 
 MICROBATCHES_PER_STAGE = 4  # bubble (N−1)/(m+N−1) at most one fifth with m = 4·N
@@ -139,8 +140,8 @@ def _placement(options: Options, kind: ScheduleKind, stages: int, devices: int) 
     """The rank of each stage where ranks hold several; empty where they do not."""
     if kind.placed and options.replicas == "equal":  # how many are on a rank, however many ranks
         return kind.placement(devices * kind.usual, devices)
-    places = devices // _width(options.replicas)
-    placed = stages > places or kind.written is not None
+    places = devices // (kind.width(stages, devices) * _width(options.replicas))
+    placed = stages > places or kind.written is not None or kind.dispatched
     return kind.placement(stages, places) if placed else ()
 
 
@@ -158,6 +159,8 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
         )
     cluster = _limited(cluster.grouped(unlike or options.stage_parts), options.memory)
     recomputation(options, stages)
+    for message, remedy in elsewhere(kind_of(chosen_schedule(options)), cluster.hosts):
+        raise ConfigError(message, where="cluster", remedy=remedy)
     # Where the planner decides how many devices a stage has, some may be left.
     fixed = options.plan is not None or options.replicas not in SEARCHED
     if len(cluster.devices) < ranks or (fixed and len(cluster.devices) > ranks):
@@ -296,6 +299,9 @@ def _dealt(options: Options, stages: int | None, there: int | None) -> tuple[int
     kind, width = kind_of(chosen_schedule(options)), _width(options.replicas)
     if kind.written is not None:
         return len(kind.written.placement), len(kind.written.rows)
+    if kind.dispatched:  # one stage more than ranks keeps these busy
+        ranks = there or max((stages or 2) - 1, 1)
+        return stages or ranks + 1, ranks
     if not kind.several or options.replicas == "any" or len({*counts_of(options)}) > 1:
         return None
     if there is None and stages is not None and stages % kind.usual:
@@ -383,41 +389,37 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
     fixed = recomputation(options, configuration.num_stages)
     again = (False, True) if fixed is None else tuple(sorted(set(fixed)))
     mixed = fixed if fixed is not None and len(again) > 1 else ()
+    stages, devices = configuration.num_stages, len(configuration.cluster.devices)
+    width = kind_of(schedules[0]).width(stages, devices)
+    replicas = _replicas(options.replicas if width == 1 else width, stages)
     homes: tuple[bool, ...] = (options.updates == "home",)
-    if options.updates == "auto" and options.optimizer and options.replicas not in (1, "1"):
+    if options.updates == "auto" and options.optimizer and replicas != "1":
         homes = (True, False)  # which take no longer come first
     if not options.searches:
-        counts, stages = (configuration.training.num_microbatches,), configuration.num_stages
+        counts = (configuration.training.num_microbatches,)
         return SearchSpace(
-            "1", again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
+            replicas, again, schedules, counts, stages=stages, in_order=True, recomputed=mixed,
             placement=configuration.placement, extra_warmup=options.extra_warmup[:1], homes=homes,
         )  # fmt: skip
     considered: list[str] = []
     if options.schedule == "auto":
         considered = [n for n in allowed(options.max_staleness) if KINDS[n].by_planner]
         schedules = tuple(n for n in considered if KINDS[n].usual == 1)
-    shared = bool(configuration.placement)
+    placement, given = configuration.placement, options.replicas
+    by_planner = given in SEARCHED and not (placement and given == "1")
     space = SearchSpace(
-        replicas=_replicas(options.replicas, configuration.num_stages),
+        replicas=replicas,
         recompute=again,
         schedules=schedules,
         microbatches=_counts(options, configuration, sizes),
         extra_warmup=options.extra_warmup,
-        stages=len(mixed)
-        or (
-            options.stages
-            if options.replicas in SEARCHED and not (shared and options.replicas == "1")
-            else configuration.num_stages
-        ),
-        in_order=shared,
-        recomputed=mixed,
-        idle=configuration.idle,
-        placement=configuration.placement,
+        stages=len(mixed) or (options.stages if by_planner else stages),
+        in_order=bool(placement), recomputed=mixed, idle=configuration.idle, placement=placement,
         homes=homes,
-    )
+    )  # fmt: skip
     shares = [KINDS[name] for name in considered if KINDS[name].usual > 1 and not mixed]
-    several = [_sharing(options, configuration, sizes, kind) for kind in shares]
-    return replace(space, sharing=tuple(one for one in several if one is not None))
+    several = (_sharing(options, configuration, sizes, kind) for kind in shares)
+    return replace(space, sharing=tuple(filter(None, several)))
 
 
 def _sharing(

@@ -54,6 +54,8 @@ def refuse_others(options: Options, plan: Plan) -> None:
 def _recorded(plan: Plan) -> dict[str, Any]:
     """The options that a plan was made with, as far as it tells; a function it does not hold."""
     training, counts = plan.training, tuple(stage.replicas for stage in plan.stages)
+    if training.kind.dispatched:  # they follow
+        counts = (1,)
     sent = "everything" if training.sends_outputs else "last"
     found = {
         name: getattr(training, place)
@@ -61,7 +63,7 @@ def _recorded(plan: Plan) -> dict[str, Any]:
         if of == "training"
     } | {
         "stages": len(plan.stages),
-        "replicas": counts[0] if len(set(counts)) == 1 else counts,
+        "replicas": counts[0] if len({*counts}) == 1 else counts,
         "recompute": tuple(stage.recompute for stage in plan.stages),
         "outputs": sent if training.keeps_outputs else "none",
     }

@@ -31,15 +31,8 @@ from pdcompile.plan.wires import (
     places_of,
 )
 from pdcompile.schedule.instruction import TO_WEIGHTS, Action
-from pdcompile.schedule.registry import (
-    DEFAULT,
-    GRADIENT_SLOTS,
-    PARTS,
-    StageWork,
-    kind_of,
-    window,
-)
-from pdcompile.schedule.turns import Pattern, ahead, in_turn, largest_share, share_of
+from pdcompile.schedule.registry import DEFAULT, GRADIENT_SLOTS, PARTS, StageWork, kind_of
+from pdcompile.schedule.turns import Pattern, ahead, in_turn, largest_share, share_of, window
 
 #: of a stage on a rank: its number, warm-up, microbatches, delay, forwards before each backward
 Work: TypeAlias = tuple[int, int, int, int, tuple[int, ...]]

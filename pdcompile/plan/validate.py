@@ -18,7 +18,7 @@ from pdcompile.schedule.registry import (
     one_age_streams,
     several_a_rank,
 )
-from pdcompile.schedule_limits import JOINT, unfit
+from pdcompile.schedule_limits import JOINT, elsewhere, unfit
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -117,6 +117,7 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
     shared = {rank: stages for rank, stages in held.items() if len(stages) > 1}
     if shared:
         yield from _equal_replicas(plan, shared)
+        yield from _dispatch(plan)
         yield from _placement(plan, held)
 
 
@@ -148,12 +149,26 @@ def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Findin
         message = f"rank {rank} holds stages {stages}, and stages have {counts} replicas"
         yield "stages", message, "as many replicas of every stage, or one rank for each stage"
     for rank, stages in shared.items():
-        unlike = [s for s in stages if plan.stages[s].ranks != plan.stages[stages[0]].ranks]
+        first = sorted(plan.stages[stages[0]].ranks)
+        unlike = [s for s in stages if sorted(plan.stages[s].ranks) != first]
         for s in unlike:
             message = f"rank {rank} holds stages {stages}, which are on other ranks besides: "
             message += f"{list(plan.stages[stages[0]].ranks)} and {list(plan.stages[s].ranks)}"
             remedy = "stages that share a rank share all of them, in one order"
             yield f"stages[{s}].ranks", message, remedy
+
+
+def _dispatch(plan: Plan) -> Iterator[Finding]:
+    """Findings of microbatches that are not on the rank whose turn it is."""
+    kind, count = find(plan.training.schedule), len(plan.stages)
+    if kind is None or not kind.dispatched:
+        return
+    for s, stage in enumerate(plan.stages):
+        placement = kind.placement(count, max(plan.num_ranks // stage.replicas, 1))
+        due = kind.ranks(placement, stage.replicas)[s]
+        if stage.ranks != due or stage.turns:
+            message = f"{list(stage.ranks)}, and the turns under {kind.name!r} are {list(due)}"
+            yield f"stages[{s}].ranks", message, f"write {list(due)}"
 
 
 def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
@@ -302,6 +317,9 @@ def _cluster(plan: Plan) -> Iterator[Finding]:
     except ClusterError as error:
         yield "cluster", error.message, error.remedy or "paste the text of a cluster.toml"
         return
+    kind = find(plan.training.schedule)
+    for message, remedy in elsewhere(kind, cluster.hosts) if kind is not None else ():
+        yield "cluster", message, remedy
     parts, joined = plan.training.parts, 1 if cluster.parts is None else cluster.parts.size
     if parts != joined or (plan.training.split == "") != (joined == 1):
         each = () if isinstance(parts, int) else parts

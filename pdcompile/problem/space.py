@@ -200,4 +200,9 @@ class Candidate:
     @property
     def shared(self) -> bool:
         """Does a rank hold several stages?"""
-        return len(set(self.ranks)) < len(self.ranks)
+        return len({rank for own in self.ranks for rank in own}) < sum(map(len, self.ranks))
+
+    @property
+    def places(self) -> set[tuple[int, ...]]:
+        """The ranks that stages have together."""
+        return {tuple(sorted(own)) for own in self.ranks}

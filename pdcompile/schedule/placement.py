@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -25,3 +25,15 @@ IN_V = Placement(
         min(s % (2 * ranks), 2 * ranks - 1 - s % (2 * ranks)) for s in range(stages)
     ),
 )
+
+
+def side_by_side(placement: Sequence[int], replicas: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every stage, where so many next to each other are a place."""
+    return tuple(tuple(range(p * replicas, (p + 1) * replicas)) for p in placement)
+
+
+def dispatched(placement: Sequence[int], replicas: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every stage in the order in which they take microbatches: of S stages and R
+    ranks, stage s of microbatch i is on rank (i S + s) mod R."""
+    count, ranks = len(placement), len({*placement}) * replicas
+    return tuple(tuple((i * count + s) % ranks for i in range(replicas)) for s in range(count))

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
-from math import lcm
+from math import gcd
 from typing import Literal, NamedTuple
 
 from pdcompile.errors import ScheduleError, did_you_mean
 from pdcompile.schedule.instruction import BACKWARDS, Action
-from pdcompile.schedule.placement import IN_TURN, IN_V, Placement
+from pdcompile.schedule.placement import IN_TURN, IN_V, Placement, dispatched, side_by_side
 from pdcompile.schedule.written import Written, parse
 
 LOOKAHEAD = 1  # receive slots beyond those in flight: the next microbatch travels meanwhile
@@ -109,6 +109,7 @@ class ScheduleKind:
         in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
         extra: forwards that every rank adds to its warm-up, as in "interleaved+2"; None: no number.
         trains: False: forwards alone, without gradients and updates.
+        dispatched: every rank of one host runs what comes to it next (`placement.dispatched`).
         alone: where every microbatch is a minibatch, the update after it is of that one, whichever
             replica took it; else of one of each replica.  Warm-up then counts the microbatches of
             all replicas of a stage.
@@ -128,6 +129,7 @@ class ScheduleKind:
     in_torch: str = ""
     extra: int | None = None
     trains: bool = True
+    dispatched: bool = False
     alone: bool = False
 
     @property
@@ -165,8 +167,9 @@ class ScheduleKind:
 
     @property
     def by_planner(self) -> bool:
-        """True if schedule="auto" considers it; a minibatch in one piece is another training."""
-        return self.trains and not self.updates_each
+        """True if schedule="auto" considers it: a minibatch in one piece is another training, and a
+        dispatched schedule has all stages on every rank."""
+        return self.trains and not (self.updates_each or self.dispatched)
 
     @property
     def gain(self) -> float:
@@ -200,6 +203,14 @@ class ScheduleKind:
     def placement(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
         """The rank of every stage, where the planner decides."""
         return (self.placed or IN_TURN).places(num_stages, num_ranks)
+
+    def width(self, num_stages: int, num_ranks: int) -> int:
+        """Replicas of every stage, where they follow from how many stages and ranks there are."""
+        return num_ranks // gcd(num_stages, num_ranks) if self.dispatched else 1
+
+    def ranks(self, placement: Sequence[int], replicas: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every stage, in the order in which they take microbatches."""
+        return (dispatched if self.dispatched else side_by_side)(placement, replicas)
 
     def order(self, stages: Sequence[StageWork]) -> Iterator[Task]:
         """The tasks of one rank in one call; its module is loaded on use."""
@@ -277,17 +288,6 @@ class ScheduleKind:
         return self.lag_of(warmup, first) + 1 - (warmup if self.updates_each else 0)
 
 
-def window(first: tuple[int, int], last: tuple[int, int]) -> int:
-    """Sends in flight on one channel between two stages, each (warm-up, replicas), in order.
-
-    The first stage runs w_first·r_first − w_last·r_last microbatches ahead; a send that much
-    older plus one is known to have been received, so that waiting for it does not block in
-    steady state.
-    """
-    (w, a), (v, b) = first, last
-    return max(2, 1 + -(-(w * a - v * b) // lcm(a, b)))
-
-
 DEFAULT = "1f1b"
 _ROWS = (
     ScheduleKind(
@@ -295,9 +295,7 @@ _ROWS = (
         update="updates as eager gradient accumulation does, bit for bit",
         source="Huang et al., 2019, arXiv 1811.06965",
         module="pdcompile.passes.schedules.gpipe",
-        warmup="all",
-        stages_per_rank=None,
-        in_torch="GPipe",
+        warmup="all", stages_per_rank=None, in_torch="GPipe",
     ),
     ScheduleKind(
         "1f1b",
@@ -317,26 +315,27 @@ _ROWS = (
         "zb-h1",
         update="updates as eager gradient accumulation does, bit for bit",
         source="Zero Bubble, ZB-H1: Qi et al., 2023, arXiv 2401.10241",
-        module="pdcompile.passes.schedules.zero_bubble",
-        splits_backward=True,
+        module="pdcompile.passes.schedules.zero_bubble", splits_backward=True,
     ),
     ScheduleKind(
         "zb-v",
         update="updates as eager gradient accumulation does, bit for bit",
         source="Zero Bubble, ZB-V: Qi et al., 2023 and 2024, arXiv 2401.10241 and 2405.15362",
         module="pdcompile.passes.schedules.zb_v",
-        stages_per_rank=2,
-        usual=2,
-        placed=IN_V,
-        splits_backward=True,
-        in_torch="ZBVZeroBubble",
+        stages_per_rank=2, usual=2, placed=IN_V, splits_backward=True, in_torch="ZBVZeroBubble",
+    ),
+    ScheduleKind(
+        "round",
+        update="updates as eager gradient accumulation does, up to the order of its sums",
+        source="RoundPipe: Luo et al., 2026, arXiv 2604.27085",
+        module="pdcompile.passes.schedules.round",
+        stages_per_rank=None, placed=IN_TURN, dispatched=True,
     ),
     ScheduleKind(
         "2bw",
         update="never drains, and updates with gradients of weights that are one minibatch old",
         source="PipeDream-2BW: Narayanan et al., 2021, arXiv 2006.09503",
-        module="pdcompile.passes.schedules.two_bw",
-        lag=1,
+        module="pdcompile.passes.schedules.two_bw", lag=1,
     ),
     ScheduleKind(
         "stash",
@@ -344,16 +343,14 @@ _ROWS = (
         "each), and takes gradients of weights that are as many updates old as the stage's "
         "warm-up is deep, another age on every stage",
         source="PipeDream: Narayanan et al., 2019, doi 10.1145/3341301.3359646",
-        module="pdcompile.passes.schedules.stash",
-        lag="own warm-up",
+        module="pdcompile.passes.schedules.stash", lag="own warm-up",
     ),
     ScheduleKind(
         "vsync",
         update="never drains, updates after every microbatch, and takes gradients of weights that "
         "are as many minibatches old as the first stage's warm-up is deep, on every stage",
         source="PipeDream: Narayanan et al., 2019, doi 10.1145/3341301.3359646",
-        module="pdcompile.passes.schedules.vsync",
-        lag="first warm-up",
+        module="pdcompile.passes.schedules.vsync", lag="first warm-up",
     ),
     ScheduleKind(
         "async",
@@ -361,8 +358,7 @@ _ROWS = (
         "is higher the more seldom its turn is, and takes gradients of weights that are as many "
         "minibatches old as the first stage's warm-up is deep, on every stage",
         source="Rescaled ASGD: Mahran et al., 2026, arXiv 2605.13434",
-        module="pdcompile.passes.schedules.asynchronous",
-        lag="first warm-up", alone=True,
+        module="pdcompile.passes.schedules.asynchronous", lag="first warm-up", alone=True,
     ),
     ScheduleKind(
         "forward",
@@ -463,7 +459,8 @@ def flush_schedules() -> str:
 
 def several_a_rank(per_rank: int = 2) -> str:
     """Schedules under which a rank may hold so many stages, as remedies list them."""
-    return " or ".join(k.name for k in KINDS.values() if k.trains and k.holds(per_rank))
+    kinds = [k for k in KINDS.values() if k.trains and not k.dispatched]
+    return " or ".join(kind.name for kind in kinds if kind.holds(per_rank))
 
 
 def usual_stages() -> str:

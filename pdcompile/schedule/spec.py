@@ -13,8 +13,16 @@ from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcompile.schedule.instruction import Kind
-from pdcompile.schedule.registry import ScheduleKind, kind_of, window
-from pdcompile.schedule.turns import Pattern, horizon, in_turn, largest_share, share_of, uneven
+from pdcompile.schedule.registry import ScheduleKind, kind_of
+from pdcompile.schedule.turns import (
+    Pattern,
+    horizon,
+    in_turn,
+    largest_share,
+    share_of,
+    uneven,
+    window,
+)
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Edge, TiedParameter
@@ -260,6 +268,13 @@ class PipelineSpec:
         """The most microbatches of a minibatch that a replica of a stage takes."""
         return largest_share(self.turns(stage), self.num_microbatches)
 
+    def serving(self, stage: int, other: int, replica: int) -> int:
+        """The rank of a stage with whom a replica of another one shares tied parameters: its own
+        where that holds both."""
+        own = self.ranks[other][replica]
+        there = self.ranks[stage]
+        return own if own in there else there[replica % len(there)]
+
     def peer(self, hop: Hop, microbatch: int, minibatch: int) -> int:
         """The rank at the other end of a hop."""
         return hop.peer if hop.peer >= 0 else self.rank(hop.stage, microbatch, minibatch)
@@ -305,8 +320,8 @@ def hops(spec: PipelineSpec, stage: int, replica: int = 0) -> Hops:
     A value goes from its source to every target.  Its gradient goes last target → … → first
     target → source, each adding its own (eager's order of summation).  The sum of a tied
     parameter's gradients goes last holder → … → owner once an update: replica q sends to replica
-    q mod r of the next holder.  The owner's new weights go to every other holder, whose replicas
-    get them from those of the owner in turn.
+    q mod r of the next holder, or to that on its own rank.  The owner's new weights go to every
+    other holder, whose replicas get them from those of the owner in turn.
     """
     value_in, value_out, down, up = [], [], [], []
     for index, edge in enumerate(spec.edges):
@@ -336,8 +351,9 @@ def hops(spec: PipelineSpec, stage: int, replica: int = 0) -> Hops:
                 (Kind.TIED, tied.stages[place - 1], sums_out),
                 (Kind.WEIGHT, owner, weight_in),
             ):
-                peer = spec.ranks[other][replica % len(spec.ranks[other])]
-                found.append(spec.hop(kind, index, stage, other)._replace(peer=peer))
+                hop, own = spec.hop(kind, index, stage, other), spec.ranks[stage][replica]
+                peer = spec.serving(other, stage, replica)
+                found.append(hop._replace(peer=peer, local=peer == own))
         else:
             for one in tied.stages[1:]:
                 weight_out += _served(spec, Kind.WEIGHT, index, stage, replica, one)
@@ -349,6 +365,6 @@ def _served(
     spec: PipelineSpec, kind: Kind, edge: int, stage: int, replica: int, other: int
 ) -> list[Hop]:
     """The hops between a replica and those of another stage that fall to it, in turn."""
-    hop = spec.hop(kind, edge, stage, other)
-    served = spec.ranks[other][replica :: len(spec.ranks[stage])]
-    return [hop._replace(peer=peer) for peer in served]
+    hop, own = spec.hop(kind, edge, stage, other), spec.ranks[stage][replica]
+    served = [p for q, p in enumerate(spec.ranks[other]) if spec.serving(stage, other, q) == own]
+    return [hop._replace(peer=peer, local=peer == own) for peer in served]

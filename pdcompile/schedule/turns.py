@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import lcm
 
 Pattern = tuple[int, ...]
 
@@ -70,3 +71,14 @@ def ahead(turns: Pattern, microbatches: Sequence[int], warmup: int) -> tuple[int
         return ()
     run = horizon(turns, warmup + 1)
     return tuple(sum(other < one + run for other in microbatches) for one in microbatches)
+
+
+def window(first: tuple[int, int], last: tuple[int, int]) -> int:
+    """Sends in flight on one channel between two stages, each (warm-up, replicas), in order.
+
+    The first stage runs w_first·r_first − w_last·r_last microbatches ahead; a send that much
+    older plus one is known to have been received, so that waiting for it does not block in
+    steady state.
+    """
+    (w, a), (v, b) = first, last
+    return max(2, 1 + -(-(w * a - v * b) // lcm(a, b)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def save(
             deque(whole, 0)
             return {}
         with unwritten(written):
-            files = write_stages(written, identity, whole, states, _replica(session))
+            files = write_stages(written, identity, whole, states, partial(_replica, session))
         stages = [encode(state) for state, _ in states]
         return {"files": encode(files), "stages": stages, "generators": generators}
 
@@ -95,16 +95,16 @@ def write_stages(
     identity: str,
     rows: Iterable[Row],
     states: Iterable[tuple[StageState, Mapping[str, Tensor]]],
-    replica: int = 0,
+    replica_of: Callable[[int], int],
 ) -> Written:
-    """Write the files of what this process is to save, as this replica of its stages.
+    """Write the files of what this process is to save, as these replicas of its stages.
 
     Raises:
         CheckpointError: a file cannot be written.
     """
     files = defaultdict[tuple[int, str], dict[str, Tensor]](dict)
     for state, of_optimizer in states:
-        if not replica:
+        if not (replica := replica_of(state.stage)):
             files[state.stage, ""] = {}  # there in any case
         if of_optimizer:
             ending = HoldingKind.OPTIMIZER.value[0] + f"-{replica:03d}" * (replica > 0)
@@ -120,9 +120,10 @@ def write_stages(
     ]
 
 
-def _replica(session: Session) -> int:
-    """Number of this process's rank among those of its stages."""
-    return session.spec.ranks[session.stages[0]].index(session.ranks[0])
+def _replica(session: Session, stage: int) -> int:
+    """Number of this process's rank among those of a stage; the first one of several."""
+    ranks = session.spec.ranks[stage]
+    return min(ranks.index(rank) for rank in session.ranks if rank in ranks)
 
 
 def _whole(session: Session, row: Row) -> Tensor:

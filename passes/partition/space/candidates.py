@@ -69,7 +69,7 @@ def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         for option, ranks in zip(candidate.options, candidate.ranks, strict=True)
         if option.replicas != len(ranks)
     ]
-    places = set(candidate.ranks)  # stages that share a rank share all of them, equally many
+    places = candidate.places  # stages that share a rank share all of them, equally many
     equal = len({len(ranks) for ranks in places}) == 1
     if equal and kind_of(candidate.setting.schedule).several:
         repeated = len(set(flat)) != sum(map(len, places))
@@ -86,7 +86,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
     widths = [str(option.replicas) for option in candidate.options]
     again = sum(option.recompute for option in candidate.options)
     extra = f", extra warm-up {setting.extra_warmup}" if setting.extra_warmup else ""
-    places = len(set(candidate.ranks))
+    places = len(candidate.places)
     where = f" on {places} place{'s' * (places > 1)}" if candidate.shared else ""
     return {
         "schedule": name_of(setting.schedule) + extra,
@@ -107,7 +107,7 @@ def describe(candidate: Candidate) -> str:
     text += f"{setting.num_microbatches} microbatch" + "es" * (setting.num_microbatches > 1) + ", "
     where = f"{stages} stage" + "s" * (stages > 1)
     if candidate.shared:
-        places = len(set(candidate.ranks))
+        places = len(candidate.places)
         where += f" on {places} place" + "s" * (places > 1)
     each = f"{widths[0]} rank" + "s" * (widths[0] > 1) + " each" * (stages > 1)
     where += f" of {each if len(set(widths)) == 1 else '-'.join(map(str, widths)) + ' ranks'}"

@@ -60,8 +60,8 @@ class StagesInTurn:
         if (len(given), len({*given})) != (stages, places):  # of other counts than the space says
             given = tuple(kind_of(setting.schedule).placement(stages, places))
         self.placement = given
-        first = [place * replicas for place in self.placement]
-        self.ranks = tuple(seats.ranks[p : p + replicas] for p in first)
+        ranks = kind_of(setting.schedule).ranks(self.placement, replicas)
+        self.ranks = tuple(tuple(seats.ranks[p] for p in own) for own in ranks)
         self.warmup = warmup(
             setting.schedule, stages, setting.num_microbatches, self.counts,
             placement=self.placement,
@@ -71,7 +71,10 @@ class StagesInTurn:
     def cut(self) -> AnyCut:
         """The bound for any cut whose stages all hold some of the longest path, and its shares."""
         model, r, name = self.prepared.whole, self.counts[0], self.setting.schedule
-        share, speeds = StageDeployment(r).share(self.setting.num_microbatches), self.on().speeds
+        m, speeds = self.setting.num_microbatches, self.on().speeds
+        share = StageDeployment(r).share(m)
+        if kind_of(name).dispatched:  # those that are over are on this rank or that
+            share = max(m // r, 1)
         again = False not in self.space.recompute and not kind_of(name).splits_backward
         free = ((0.0, 0.0),) * (len(speeds) - 1)
         row = Row(name, share, self.warmup, tuple(speeds), free, self.placement, again)

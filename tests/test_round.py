@@ -1,0 +1,216 @@
+"""RoundPipe's schedule: every rank runs what comes to it next."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcompile.cluster import Cluster, Device, Level
+from pdcompile.errors import ConfigError, PlanError
+from pdcompile.passes.check import check
+from pdcompile.passes.schedules import round as roundpipe
+from pdcompile.passes.schedules.alone import chain
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Edge, Forecast, Plan, TiedParameter
+from pdcompile.plan.times import times_of
+from pdcompile.schedule.registry import KINDS, allowed
+from tests.helpers import alike
+from tests.helpers.alike import WORKLOAD, Call, run_verbs
+from tests.helpers.launch import processes
+from tests.helpers.models import gpt, mlp, unet
+from tests.helpers.schedules import same_clock
+from tests.test_parts.test_pipelines import checkpoints_fit
+from tests.test_replicas_on_ranks import TORCHRUN
+from tests.test_schedules import drawn, drawn_in
+
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+OPTIONS: dict[str, Any] = {"schedule": "round", "microbatches": 4, "max_grad_norm": 0.3,
+    "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}  # fmt: skip
+compiled = partial(alike.compiled, stages=5, **OPTIONS)
+
+
+def test_it_is_its_picture() -> None:
+    plan = chain("round", 3, 4, 2)
+    cells = drawn(simulate(plan).timeline, 1, lambda one: f"{one.stage}.{one.microbatch}")
+    assert cells == drawn_in(roundpipe, "rank")
+
+
+@pytest.mark.parametrize("ranks", range(1, 6))
+@pytest.mark.parametrize("stages", range(1, 8))
+def test_turns_go_round_and_nobody_idles(stages: int, ranks: int) -> None:
+    plan = chain("round", stages, 2 * ranks, ranks)
+    for s in range(stages):
+        assert [plan.spec.rank(s, i) for i in range(9)] == [
+            (i * stages + s) % ranks for i in range(9)
+        ]
+    if plan.stages[0].replicas == ranks:  # else some ranks run some of the stages
+        assert simulate(plan).forecast.bubble == pytest.approx(0.0)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Plan:
+    """Skips, tied weights, clipping, homes, and microbatches that are no multiple of the ranks."""
+    stages, ranks, m = (draw(st.integers(*one)) for one in ((2, 6), (1, 4), (1, 7)))
+    plan, some = chain("round", stages, m, ranks), st.sets(st.integers(0, stages - 1), min_size=2)
+    tied = [TiedParameter(name, tuple(sorted(draw(some))), 4) for name in "ab"]
+    source, *targets = sorted(draw(some))
+    skip = Edge("skip", source, tuple(targets), 1, draw(st.booleans()))
+    clip, homes = draw(st.sampled_from([None, 1.0])), draw(st.sampled_from(["every", "home"]))
+    training = replace(plan.training, max_grad_norm=clip, updates=homes)
+    return replace(plan, edges=(*plan.edges, skip), tied=tuple(tied), training=training)
+
+
+@settings(max_examples=30)
+@given(pipelines())
+def test_every_pipeline_is_proved_and_timed_as_by_the_simulator(plan: Plan) -> None:
+    check(plan)
+    cluster = Cluster((Device(),) * plan.num_ranks, (Level("slow", plan.num_ranks, 4.0, 0.1),))
+    stages = tuple(replace(one, trainable_bytes=5 + one.index) for one in plan.stages)
+    plan = replace(plan, stages=stages, cluster=cluster.to_toml())
+    returning = [edge.value for edge in plan.edges if edge.gradient]
+    training = plan.training
+    found = times_of(plan, cluster, returning).makespan(training.warmup, training.num_microbatches)
+    assert same_clock(found, plan, simulate(plan, timeline=False).forecast.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("build", "ranks", "options"),
+    [
+        (mlp, 2, {}),
+        (unet, 3, {}),
+        (partial(gpt, layers=3, tied=True), 2, {"recompute": True}),
+        (partial(gpt, layers=3, tied=True, dropout=0.2), 3, {}),
+        (mlp, 2, {"stages": 4}),
+    ],
+)
+def test_training_is_that_of_the_reference(build: Any, ranks: int, options: Any) -> None:
+    """Five stages on two and on three ranks: short minibatches, a loop of one's own, evaluation."""
+    pipe = compiled(build, cluster=Cluster.local(ranks), **options)
+    plan = Plan.from_json(pipe.plan.to_json())
+    count = len(plan.stages)
+    assert [plan.spec.rank(s, 1) for s in range(count)] == [
+        (count + s) % ranks for s in range(count)
+    ]
+    assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
+    alike.train_alike(pipe, build, atol=2e-5, **OPTIONS)
+
+
+@pytest.mark.parametrize("build", [mlp, unet])
+def test_a_microbatch_a_rank_is_the_reference_bit_for_bit(build: Any) -> None:
+    """Sums over ranks are then in the order of microbatches."""
+    options = {**OPTIONS, "microbatches": 3}
+    pipe = compiled(build, cluster=Cluster.local(3), microbatches=3)
+    alike.train_alike(pipe, build, **options)
+
+
+def test_a_heavy_head_keeps_all_ranks_busy() -> None:
+    """Half of the work is one layer: of all cuts under all schedules that drain, with stages that
+    have a rank of their own, none idles so little or is so fast."""
+    layers, ranks, m = (1.0, 1.0, 1.0, 1.0, 1.0, 5.0), 3, 12
+
+    def simulated(schedule: str, stages: int, cut: tuple[int, ...]) -> Forecast:
+        plan, ends = chain(schedule, stages, m, ranks), (0, *cut, len(layers))
+        seconds = [sum(layers[a:b]) for a, b in pairwise(ends)]
+        own = [
+            replace(stage, forward_seconds=one, backward_seconds=2 * one)
+            for stage, one in zip(plan.stages, seconds, strict=True)
+        ]
+        found = simulate(replace(plan, stages=tuple(own)), timeline=False).forecast
+        assert found is not None
+        return found
+
+    kinds = [KINDS[name] for name in allowed(0) if not KINDS[name].dispatched]
+    others = [
+        simulated(kind.name, kind.usual * ranks, cut)
+        for kind in kinds
+        for cut in combinations(range(1, len(layers)), kind.usual * ranks - 1)
+    ]
+    for stages in (4, 5):
+        found = simulated("round", stages, tuple(range(1, stages)))
+        assert found.bubble < 1e-9 < 0.1 < min(one.bubble for one in others)
+        assert found.step_seconds < min(one.step_seconds for one in others)
+
+
+def test_the_planner_chooses_where_updates_are() -> None:
+    plan = compiled(mlp, cluster="1x2", updates="auto").plan
+    assert plan.training.updates == "home"
+    assert all(len(stage.home_bytes) == 2 for stage in plan.stages)
+
+
+def test_turns_are_those_of_the_dispatch_whatever_the_speeds() -> None:
+    unlike = Cluster((Device(), Device(speed=3.0)), (Level("host", 2, 1e9),))
+    plan = compiled(mlp, cluster=unlike).plan
+    assert [stage.turns for stage in plan.stages] == [()] * 5
+
+
+def test_what_it_has_not() -> None:
+    with pytest.raises(ConfigError, match="runs what comes to it next"):
+        compiled(mlp, cluster=Cluster.local(2), replicas=2)
+    with pytest.raises(ConfigError, match="2 hosts, and under 'round'") as caught:
+        compiled(mlp, cluster="2x2")
+    assert "schedule='1f1b'" in str(caught.value.remedy)
+
+
+def test_other_turns_and_hosts_are_refused_in_a_plan() -> None:
+    plan = compiled(mlp, cluster="1x2").plan
+    data = json.loads(plan.to_json())
+    data["stages"][1]["ranks"] = [0, 1]
+    with pytest.raises(PlanError, match=r"\[0, 1\], and the turns under 'round' are \[1, 0\]"):
+        Plan.from_json(json.dumps(data))
+    two = Cluster.parse("2x1").to_toml()
+    with pytest.raises(PlanError, match="2 hosts"):
+        Plan.from_json(replace_text(plan, two))
+
+
+def replace_text(plan: Plan, cluster: str) -> str:
+    data = json.loads(plan.to_json())
+    return json.dumps(data | {"cluster": cluster})
+
+
+def test_on_the_command_line(tmp_path: Path, call: Call) -> None:
+    plan = str(tmp_path / "plan.json")
+    given = ["--cluster", "1x2", "--schedule", "round", "--costs", "estimated"]
+    said = run_verbs(
+        call,
+        ["plan", WORKLOAD, *given, "--json", "-o", plan],
+        ["simulate", plan, "--json"],
+        ["run", WORKLOAD, "--plan", plan, "--steps", "2", "--json"],
+        ["explain", plan],
+    )
+    assert "round: 3 stages on 2 ranks" in said
+
+
+@pytest.mark.slow
+def test_checkpoints_fit_any_other_plan(tmp_path: Path) -> None:
+    """The first replicas of stages are on unlike ranks."""
+    turns: dict[str, Any] = {"schedule": "round", "stages": 3}
+    settings = [turns, {"stages": 2}, {**turns, "updates": "home"}, turns]
+    checkpoints_fit("adamw", settings, tmp_path, ranks=2)
+
+
+_THEIRS = '(models.mlp, "1f1b", "all"), (models.unet, "2bw", "none")'
+assert _THEIRS in TORCHRUN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "model"),
+    [(2, "partial(models.gpt, layers=3, tied=True)"), (3, "models.unet")],
+)
+@pytest.mark.parametrize("updates", ["every", "home"])
+def test_on_ranks(ranks: int, model: str, updates: str, tmp_path: Path) -> None:
+    script = TORCHRUN.replace(_THEIRS, f'({model}, "round", "all"),')
+    script = script.replace('schedule == "1f1b"', str(updates == "every"))
+    options = f'stages=5, updates="{updates}"'
+    run = processes(script.replace("replicas=REPLICAS", options), ranks, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("equal") == ranks, run
