@@ -23,8 +23,6 @@ from pdcompile.problem.constraints import (
     Pin,
     Placed,
     Together,
-    describe,
-    patterns_of,
 )
 
 
@@ -48,7 +46,7 @@ class Constraints:
                     f"{constraint!r} is not a constraint",
                     remedy=f"use one of pdcompile.problem.constraints: {KNOWN}",
                 )
-            found = tuple(_match(graph, one, constraint) for one in patterns_of(constraint))
+            found = tuple(_match(graph, one, constraint) for one in constraint.patterns)
             if isinstance(constraint, CutAt):
                 found = tuple(between_borders(graph, constraint.patterns))
             wishes.matched.append((constraint, found))
@@ -87,18 +85,18 @@ class Constraints:
         item_of: Sequence[int],
         num_stages: int,
     ) -> Wish:
-        text = describe(constraint)
+        text = str(constraint)
         items = [sorted({item_of[i] for i in ops}) for ops in found]
         if isinstance(constraint, Pin):
-            stage = _stage(constraint.stage, num_stages, text)
+            stage = _stage(constraint.numbers[0], num_stages, text)
             return Wish(text, pins=tuple((item, stage) for item in items[0]))
         if isinstance(constraint, Placed):
             position = {op.name: i for i, op in enumerate(self.graph.ops)}
-            there = [(position[name], s) for name, s in constraint.stages if name in position]
+            there = [(position[name], s) for name, s in constraint.placed if name in position]
             pins = {(item_of[i], stage) for i, stage in there}
             return Wish(text, pins=tuple(sorted(pins)))
         if isinstance(constraint, Forbid):
-            stages = sorted({_stage(s, num_stages, text) for s in constraint.stages})
+            stages = sorted({_stage(s, num_stages, text) for s in constraint.numbers})
             return Wish(text, forbidden=tuple((item, s) for item in items[0] for s in stages))
         if isinstance(constraint, Together):
             everything = sorted({item for part in items for item in part})
@@ -110,7 +108,7 @@ class Constraints:
                 tuple(sorted((item_of[a], item_of[b]))) for a, b in self._apart(constraint, found)
             }
             return Wish(text, apart=tuple((a, b) for a, b in sorted(pairs)))
-        return Wish(text, max_stages=constraint.count)
+        return Wish(text, max_stages=constraint.numbers[0])
 
     def _apart(
         self, constraint: Constraint, found: tuple[tuple[int, ...], ...]
@@ -135,9 +133,9 @@ class Constraints:
         shown = shown if shown[0] != shown[1] else [repr(op.name) for op in (one, other)]
         why = "; ".join(groups.why(a, b)) if a != b else "it is in both"
         return InfeasibleError(
-            f"{describe(constraint)} asks for a cut between {' and '.join(shown)} "
+            f"{constraint!s} asks for a cut between {' and '.join(shown)} "
             f"({one.source}, {other.source}), which have to share a stage: {why}",
-            where=describe(constraint),
+            where=str(constraint),
             remedy=f"drop it, or ask for a cut elsewhere: not between {' and '.join(shown)}",
         )
 
@@ -202,7 +200,7 @@ def _match(graph: OpGraph, pattern: str, constraint: Constraint) -> tuple[int, .
     try:
         return match(graph, pattern)
     except ConfigError as error:
-        raise ConfigError(error.message, where=describe(constraint), remedy=error.remedy) from None
+        raise ConfigError(error.message, where=str(constraint), remedy=error.remedy) from None
 
 
 def _names(graph: OpGraph) -> set[str]:

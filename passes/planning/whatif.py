@@ -235,8 +235,8 @@ def _asked(wish: Wish) -> Constraint | None:
     """The constraint, with the stages that it is about in the changed problem."""
     found = read(wish.text)
     if isinstance(found, Pin):
-        return Pin(found.pattern, wish.pins[0][1]) if wish.pins else None
+        return Pin(found.patterns[0], wish.pins[0][1]) if wish.pins else None
     if isinstance(found, Forbid):
         stages = sorted({stage for _, stage in wish.forbidden})
-        return Forbid(found.pattern, *stages) if stages else None
+        return Forbid(found.patterns[0], *stages) if stages else None
     return found
