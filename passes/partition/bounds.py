@@ -7,7 +7,6 @@ minimax over all chains of ideals is a bound for the whole problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,7 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition.chains import Cost
 from pdcompile.passes.partition.model import Model, always_linked
 from pdcompile.passes.partition.segments import Matrix, Segments
-from pdcompile.plan.makespan import Path, warmup_of
-from pdcompile.plan.times import PipelineTimes
+from pdcompile.plan.makespan import warmup_of
 from pdcompile.schedule.registry import kind_of
 
 Vector = NDArray[np.float64]
@@ -147,23 +145,6 @@ def _least_hops(segments: Segments) -> tuple[list[Vector], list[Vector]]:
     return ahead, behind[::-1]
 
 
-def seed_paths(model: Model) -> Iterator[Path]:
-    """Paths that are likely to be critical: one stage or one link much slower than the others."""
-    n, m = model.num_stages, model.problem.num_microbatches
-    warmup = warmup_of(model.problem.memory.in_flight, n, m)
-    schedule = model.problem.memory.schedule
-    hops = {(s, s + 1): 1e-3 for s in range(n - 1)}
-    back = {(s + 1, s): 1e-3 for s in range(n - 1)}
-    even = [1.0] * n
-    for slow in range(n):
-        work = [1.1 if s == slow else 1.0 for s in range(n)]
-        times = PipelineTimes.of_hops(work, work, hops, back, schedule=schedule)
-        yield times.critical_path(warmup, m)
-    for link in hops:
-        times = PipelineTimes.of_hops(even, even, {**hops, link: 9.0}, back, schedule=schedule)
-        yield times.critical_path(warmup, m)
-
-
 def simple_bound(model: Model) -> float:
     """Seconds per microbatch: all work on all stages at full speed, and the largest group."""
     stages = model.problem.stages
@@ -192,29 +173,19 @@ def crude_upper(model: Model) -> float:
     return (work / slowest + transfers) * (m + n) * 1.01 + 1e-250
 
 
-def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -> Iterator[Cost]:
-    """Costs whose minimax is a good start for the makespan (not bounds: those are above).
-
-    The load by the share of all work that each stage is to have, where these are given; and m times
-    the load, plus what runs before a stage's first microbatch and after its last.
-    """
+def ramp_cost(segments: Segments) -> Cost:
+    """A cost whose minimax is a good start for the makespan, and no bound (those are above): m
+    times the load, plus what runs before a stage's first microbatch and after its last."""
     model = segments.model
     m = model.problem.num_microbatches
     before: Matrix = (segments.forward + segments.backward)[0]
     shorter: Matrix = np.minimum(segments.forward, segments.backward)
 
-    def shared(stage: int) -> Matrix:
-        assert shares is not None
-        result: Matrix = segments.load_of(stage) / max(float(shares[stage]), 1e-9)
-        return result
-
-    def whole(stage: int) -> Matrix:
+    def cost(stage: int) -> Matrix:
         depth = max(0, min(model.in_flight(stage), m) - 1)
         ramp = before[:, None] + m * segments.load_of(stage)
         own = segments.compute(segments.stages[stage])
         result: Matrix = np.maximum(ramp, before[-1] + (m - 1) * own - depth * shorter)
         return result
 
-    if shares is not None:
-        yield shared
-    yield whole
+    return cost

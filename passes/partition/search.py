@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition.any_cut import AnyCut
-from pdcompile.passes.partition.bounds import bounding_cost, flush_costs, seed_paths, simple_bound
+from pdcompile.passes.partition.bounds import bounding_cost, ramp_cost, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
@@ -21,7 +21,7 @@ from pdcompile.passes.partition.model import (
     positions,
 )
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.passes.partition.space.straight import cut_of, straight_bound
+from pdcompile.passes.partition.space.straight import straight_bound
 from pdcompile.plan.evaluate import measure, path_of, violations
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
@@ -45,7 +45,6 @@ class Search:
     prover: str = "relaxation"
     impossible: bool = False  # proved
     seen: set[tuple[int, ...]] = field(default_factory=set)  # assignments
-    cut: AnyCut | None = None
     _line: str = ""
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
@@ -100,7 +99,6 @@ MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
 MOVING = 0.5  # of the time
-CHAINS = 0.1  # of the time, for the linear program over critical paths
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 
 
@@ -109,25 +107,20 @@ def solve(
     budget: Budget,
     seed: int = 0,
     progress: Progress = lambda _: None,
-    *,
-    thorough: bool = True,
 ) -> Search:
-    """The best assignment that is found and the best bound; without `thorough` quick steps only.
+    """The best assignment that is found and the best bound.
 
     Raises InfeasibleError: constraints contradict each other.
     """
     model = build(problem)
     search = Search(problem, model, budget, seed, progress)
     search.prove(simple_bound(model), "relaxation")
-    allowed = Budget(CHAINS * budget.left, within=budget)
-    search.cut = cut_of(model, lambda: allowed.late)
-    segments = cut_by_program(search)
-    if search.best is None and thorough:
+    cut_by_program(search)
+    if search.best is None:
         find_any(search)
-    quick = (_bound, move_groups)
-    for step in (*quick, prove) if thorough else quick:
+    for step in (_bound, move_groups, prove):
         if search.best is not None and not search.proved and not search.late:
-            step(search, segments)
+            step(search)
     return search
 
 
@@ -154,7 +147,7 @@ def any_assignment_of(
     return None if search.best is None else search.best.stage_of
 
 
-def cut_by_program(search: Search) -> Segments:
+def cut_by_program(search: Search) -> None:
     """Dynamic program: exact over all ideals when they are few, else a start.
 
     Large problems get a plan from a coarse model first, which is all where that finds one.
@@ -162,20 +155,16 @@ def cut_by_program(search: Search) -> Segments:
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:
         quick = contracted(model, FIRST, FIRST)
-        segments = Segments.build(quick, positions(quick))
-        run_program(search, segments, None)
+        run_program(search, Segments.build(quick, positions(quick)), None)
         if search.late and search.best is not None:
-            return segments
+            return
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, budget)
     if ideals is None and model.num_groups > FIRST and search.best is not None:
-        return segments
+        return
     segments = Segments.build(small, ideals or positions(small), complete=ideals is not None)
-    try:
+    with suppress(OutOfTimeError):
         run_program(search, segments, None if search.best is None else budget)
-    except OutOfTimeError:
-        return segments
-    return segments
 
 
 def run_program(search: Search, segments: Segments, budget: Budget | None) -> None:
@@ -197,13 +186,11 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         total = sum(model.forward) + sum(model.backward)
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
     if search.problem.objective == "flush":
-        shares = None if search.cut is None else search.cut.shares
-        for cost in flush_costs(segments, shares):
-            if search.late and len(segments.ideals) > FIRST:
-                return
-            found = best_chain(segments, cost, budget)
-            if found:
-                search.offer(found[1], segments.model)
+        if search.late and len(segments.ideals) > FIRST:
+            return
+        found = best_chain(segments, ramp_cost(segments), budget)
+        if found:
+            search.offer(found[1], segments.model)
 
 
 def find_any(search: Search) -> None:
@@ -221,14 +208,13 @@ def find_any(search: Search) -> None:
         search.offer(groups)
 
 
-def _bound(search: Search, _: Segments) -> None:
+def _bound(search: Search) -> None:
     """Bounds the objective along the heaviest path, and for any cut."""
-    late, upper = (lambda: search.late), search.upper
-    bound = straight_bound(search.model, search.bound, upper, late, search.cut)
-    search.prove(min(bound, upper), "linear program over critical paths")
+    bound = straight_bound(search.model, search.bound, search.upper, search.budget)
+    search.prove(min(bound, search.upper), "linear program over critical paths")
 
 
-def move_groups(search: Search, _: Segments) -> None:
+def move_groups(search: Search) -> None:
     """Moves groups of the best plan over a boundary, one or several, as long as that helps."""
     late = search.budget.spent + MOVING * search.budget.left
     best: tuple[int, ...] = ()
@@ -241,14 +227,12 @@ def move_groups(search: Search, _: Segments) -> None:
                 break
 
 
-def prove(search: Search, _: Segments | None = None) -> None:
+def prove(search: Search) -> None:
     """CP-SAT until the bound meets the best plan or time is up."""
     if _too_large(search.model) or search.upper <= 0:
         return
     program = IntegerProgram(search.model, search.upper, search.groups)
     if search.problem.objective == "flush":
-        for path in seed_paths(search.model):
-            program.add_path(path)
         program.add_path(path_of(search.problem, search.model.items_of(search.groups)))
     while not search.proved and not search.late:
         limit = search.upper * (1 - 1e-7)  # nothing is said of what lies between this and upper

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from pdcompile.passes.partition.any_cut import AnyCut, Row, any_cut
-from pdcompile.passes.partition.budget import Late
+from pdcompile.passes.partition.any_cut import Row, any_cut
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.space.path_bound import (
     Path,
     PathBound,
     StageRules,
     groups_told_apart,
-    heaviest_path,
-    with_gradients,
 )
 from pdcompile.plan.makespan import warmup_of
-from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import kind_of
 
@@ -47,52 +43,35 @@ def rules_of(model: Model, depths: Sequence[int]) -> StageRules:
     )  # fmt: skip
 
 
-def straight_bound(
-    model: Model, lower: float, upper: float, late: Late, cut: AnyCut | None = None
-) -> float:
+CHAINS = 0.1  # of the time, for the linear program over critical paths
+
+
+def straight_bound(model: Model, lower: float, upper: float, budget: Budget) -> float:
     """Seconds of the objective from `lower` to `upper` that no assignment is below.
 
-    `cut`: the mixture of chains.  Stages without the path, which pass nothing on, count for nothing
-    on a chain: it is shorter by its hops, and by what they do beside the path.
+    Stages without the path, which pass nothing on, count for nothing on a chain of tasks: it is
+    shorter by what they do beside the path.
     """
-    in_flight, m = model.problem.memory.in_flight, model.problem.num_microbatches
-    depths = warmup_of(in_flight, model.num_stages, m)
-    path, rules = Path(model, groups_told_apart(model.num_stages, 1)), rules_of(model, depths)
+    problem, ranks = model.problem, model.num_stages
+    depths = warmup_of(problem.memory.in_flight, ranks, problem.num_microbatches)
+    path, rules = Path(model, groups_told_apart(ranks, 1)), rules_of(model, depths)
+    work = sum(model.forward), sum(model.backward)
     floors: list[float] = []
-    if cut is not None:
-        each = cut.each(model.forward, model.backward, np.array([model.lowest, model.highest]))
-        floors = [each.sum() + cut.hops]
+    if problem.objective == "flush" and sum(work) and path.length >= ranks:
+        speeds = tuple(stage.speed for stage in problem.stages)
+        row = Row(
+            problem.memory.schedule, rules.num_microbatches, depths, speeds, tuple(range(ranks))
+        )
+        allowed = Budget(CHAINS * budget.left, within=budget)
+        each = any_cut(row, *work, lambda: allowed.late).each(
+            model.forward, model.backward, np.array([model.lowest, model.highest])
+        )
+        floors = [each.sum()]
         # What a stage without work waits for, its neighbours wait for too, if depths only fall.
         if rules.kind.written is None and list(depths) == sorted(depths, reverse=True):
             most = float((each / np.maximum(path.work, 1e-300)).max())
-            for k in range(1, rules.ranks):
-                lost = path.hidden[min(k, rules.ranks - k + 1, len(path.hidden) - 1)]
+            for k in range(1, ranks):
+                lost = path.hidden[min(k, ranks - k + 1, len(path.hidden) - 1)]
                 floors.append(each.sum() - most * lost)
-    return PathBound(path, rules, floors=floors).least(lower, upper, late) * (1 - 1e-9)
-
-
-def cut_of(model: Model, late: Late) -> AnyCut | None:
-    """The mixture of chains for a problem of one rank a stage; None without a flush or a path."""
-    problem, path = model.problem, heaviest_path(model)
-    work = sum(model.forward), sum(model.backward)
-    if problem.objective == "bottleneck" or not sum(work) or len(path) < model.num_stages:
-        return None
-    following = dict(pairwise(path))
-    carried = [one for one in with_gradients(model) if following.get(one.sources[0]) in one.sinks]
-
-    def least(link: StageLimits) -> tuple[float, float]:
-        """Seconds of what passes between two groups of the path, at least."""
-        there: dict[int, float] = {}
-        back: dict[int, float] = {}
-        for flow in carried:
-            v = flow.sources[0]
-            there[v] = there.get(v, 0.0) + flow.forward_seconds(link)
-            back[v] = back.get(v, 0.0) + flow.backward_seconds(link)
-        return min(there.values()), min(back.values())
-
-    in_flight, m = problem.memory.in_flight, problem.num_microbatches
-    row = Row(
-        problem.memory.schedule, m, warmup_of(in_flight, model.num_stages, m),
-        tuple(stage.speed for stage in problem.stages), tuple(map(least, problem.stages[:-1])),
-    )  # fmt: skip
-    return any_cut(row, *work, late)
+    bound = PathBound(path, rules, floors=floors).least(lower, upper, lambda: budget.late)
+    return bound * (1 - 1e-9)
