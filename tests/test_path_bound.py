@@ -13,7 +13,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import build
 from pdcompile.passes.partition.search import solve
 from pdcompile.passes.partition.space.path_bound import MOST, Path, heaviest_path
-from pdcompile.passes.partition.space.straight import straight_bound
+from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.problem import (
     Item,
     MemoryRule,
@@ -128,7 +128,8 @@ def blocks(seed: int) -> PartitionProblem:
 def close(problem: PartitionProblem, best: float) -> float:
     """The bound over the optimum, which it may not exceed."""
     model = build(problem)
-    found = straight_bound(model, 0.0, best * (1 + 1e-6), Budget())
+    cut = cut_of(model, lambda: False)
+    found = straight_bound(model, 0.0, best * (1 + 1e-6), lambda: False, cut)
     assert found <= best * (1 + 1e-9) + 1e-12
     return found / best if best else 1.0
 

@@ -14,9 +14,8 @@ from pdcompile.errors import InfeasibleError, ScheduleError
 from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import bounding_cost
-from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chains import solve
-from pdcompile.passes.partition.space.straight import straight_bound
+from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.passes.schedules import make_stream, memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import MemoryLedger, Plan
@@ -177,7 +176,8 @@ def test_bounds_stay_below_the_optimum_and_the_search_finds_it() -> None:
         value = solve(segments, bounding_cost(segments))
         assert value is not None
         assert value[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
-        along = straight_bound(segments.model, 0.0, best * 1.5, Budget())
+        cut = cut_of(segments.model, lambda: False)
+        along = straight_bound(segments.model, 0.0, best * 1.5, lambda: False, cut)
         assert along <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
         found, certificate = partition(problem)
         assert found.objective == pytest.approx(best, rel=1e-6, abs=1e-12), f"seed {seed}"

@@ -175,12 +175,9 @@ def _calls(graph: OpGraph, run: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [run[i : i + size] for i in range(0, len(run), size)]
 
 
-def match(graph: OpGraph, pattern: str) -> tuple[int, ...]:
-    """Positions of the ops that a pattern names.
-
-    A module's name stands for all ops below it.  Raises ConfigError, with the nearest names,
-    when nothing matches.
-    """
+def _match(graph: OpGraph, pattern: str, constraint: Constraint) -> tuple[int, ...]:
+    """Positions of the ops that a pattern of a constraint names; a module's name stands for all
+    ops below it.  Raises ConfigError, with the nearest names, when nothing matches."""
     chosen = _chosen(graph, pattern)
     found = [
         i
@@ -188,19 +185,12 @@ def match(graph: OpGraph, pattern: str) -> tuple[int, ...]:
         if op.name in chosen or not chosen.isdisjoint(ancestors(op.module_path))
     ]
     if not found:
-        near = _nearest(pattern, graph)
         raise ConfigError(
             f"no module and no op of the graph is named {pattern!r}",
-            remedy=f"did you mean {' or '.join(repr(name) for name in near)}?",
+            where=str(constraint),
+            remedy=f"did you mean {' or '.join(map(repr, _nearest(pattern, graph)))}?",
         )
     return tuple(found)
-
-
-def _match(graph: OpGraph, pattern: str, constraint: Constraint) -> tuple[int, ...]:
-    try:
-        return match(graph, pattern)
-    except ConfigError as error:
-        raise ConfigError(error.message, where=str(constraint), remedy=error.remedy) from None
 
 
 def _names(graph: OpGraph) -> set[str]:

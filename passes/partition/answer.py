@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pdcompile.errors import CostError, InfeasibleError, PlanError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import Progress, Search, solve
 from pdcompile.passes.partition.space.no_plan import no_assignment
-from pdcompile.plan import Certificate
+from pdcompile.plan import NOT_CERTIFIED, Certificate
 from pdcompile.plan.embedded import unusable_numbers
 from pdcompile.plan.evaluate import violations
 from pdcompile.problem import Partition, PartitionProblem
@@ -73,13 +75,23 @@ def _answer(search: Search, scope: str | None) -> tuple[Partition, Certificate]:
     assert best is not None
     for wrong in violations(search.problem, best.stage_of):
         raise PlanError(f"internal error: the planner's answer fails its own check: {wrong}")
-    bound = min(search.bound, best.objective)
-    gap = (best.objective - bound) / best.objective if best.objective > 0 else 0.0
-    return best, Certificate(
-        objective_seconds=best.objective,
-        bound_seconds=bound,
-        status="optimal" if gap <= 1e-5 else "feasible",
+    found = replace(
+        NOT_CERTIFIED,
         prover=search.prover,
         seconds=search.budget.spent,
         scope=search.problem.scope if scope is None else scope,
     )
+    return best, claimed(found, best.objective, search.bound)
+
+
+def claimed(
+    certificate: Certificate, objective: float, bound: float, fastest: float | None = None
+) -> Certificate:
+    """The certificate for these seconds, which are optimal where objective and bound meet."""
+    found = replace(
+        certificate,
+        objective_seconds=objective,
+        bound_seconds=min(bound, objective),
+        fastest_seconds=fastest,
+    )
+    return replace(found, status="optimal" if found.gap == 0 else "feasible")

@@ -34,6 +34,7 @@ from pdcompile.plan.wires import Direction, StagePair
 from pdcompile.schedule.registry import PARTS
 
 Linear: TypeAlias = Any  # an expression of ortools, which have no useful static type
+BITS = 34  # of the largest sums: products with a few hundred microbatches stay below 2**63
 
 
 class Loads:
@@ -84,41 +85,38 @@ class Loads:
         for s, stage in enumerate(self.stages):
             if stage.memory_bytes is None:
                 continue
-            unit = 2 ** max(0, self._all_bytes.bit_length() - 50)
+            unit = 2 ** max(0, stage.memory_bytes.bit_length() - BITS)
+            most = -(-stage.memory_bytes // unit)
+
+            def units(size: float, unit: int = unit, most: int = most) -> int:
+                """At most one more than there are: products of whole models stay small."""
+                return min(math.floor(size) // unit, most + 1)
+
             count, slots, back = model.problem.memory.counts(s)
             total: Linear = 0
-            workspace = self.cp.new_int_var(0, max(model.workspace_bytes) // unit, f"workspace{s}")
+            largest = units(max(model.workspace_bytes))
+            workspace = self.cp.new_int_var(0, largest, f"workspace{s}")
             for v in range(model.num_groups):
                 if not self.x.can(v, s):
                     continue
                 own = math.floor(model.fixed_bytes(v, s)) + count * model.saved_bytes[v]
-                total = total + own // unit * self.x.at(v, s)
-                if size := model.workspace_bytes[v] // unit:
+                total = total + units(own) * self.x.at(v, s)
+                if size := units(model.workspace_bytes[v]):
                     self.cp.add(workspace >= size * self.x.at(v, s))
             for e, flow in enumerate(model.flows):
-                if size := flow.received_bytes * slots // unit:
+                if size := units(flow.received_bytes * slots):
                     total = total + size * self.received(e, s)
-                if size := math.floor(flow.returned_bytes) * back // unit:
+                if size := units(flow.returned_bytes * back):
                     total = total + size * (self.leaves(e, s) + self.passes(e, s))
             for c, copy in enumerate(model.copies):
                 absent = [self.x.elsewhere(v, s) for v in copy.ends]
                 held = self.x.implied(f"held{c}_{s}", absent)
-                total = total + model.held_bytes(copy, s) // unit * held
-                if size := math.floor(model.updated_bytes(copy, s)) // unit:
+                total = total + units(model.held_bytes(copy, s)) * held
+                if size := units(model.updated_bytes(copy, s)):
                     earlier = [negated(self.x.from_stage(v, s)) for v in copy.ends]
                     cases = [[*one, *earlier] for one in absent]
                     total = total + size * self.x.implied(f"updated{c}_{s}", cases)
-            self.cp.add(total + workspace <= -(-stage.memory_bytes // unit))
-
-    @property
-    def _all_bytes(self) -> int:
-        model = self.model
-        most = max(max(model.problem.memory.counts(s)) for s in range(model.num_stages))
-        kept = sum(model.saved_bytes)
-        kept += sum(flow.received_bytes + math.ceil(flow.returned_bytes) for flow in model.flows)
-        largest = max(model.workspace_bytes, default=0)
-        fixed = max(map(model.all_fixed_bytes, range(model.num_stages)))
-        return fixed + most * kept + largest
+            self.cp.add(total + workspace <= most)
 
     def _work(self, stage: int, seconds: tuple[float, ...]) -> Linear:
         speed = self.stages[stage].speed
@@ -220,15 +218,9 @@ class Loads:
         near, far = min(hop), max(hop)
         if kind != "final" and far - near == 1 and self.chained[kind]:
             return True
-        cases = []
-        for e, flow in enumerate(self.model.flows):
-            if self._carries(hop, kind, flow):
-                here = self._not_source(e, near)
-                cases += [[*here, *self.x.elsewhere(v, far)] for v in flow.sinks]
+        carried = (e for e, one in enumerate(self.model.flows) if self._carries(hop, kind, one))
+        cases = [[negated(self.pair(e, near, far))] for e in carried]
         return self.x.implied(f"linked{near}_{far}_{kind}", cases)
-
-
-BITS = 34  # of the upper bound: products with a few hundred microbatches stay below 2**63
 
 
 class IntegerProgram:

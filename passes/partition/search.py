@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition.bounds import bounding_cost, ramp_cost, simple_bound
+from pdcompile.passes.partition.any_cut import AnyCut
+from pdcompile.passes.partition.bounds import bounding_cost, flush_costs, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
@@ -21,7 +22,7 @@ from pdcompile.passes.partition.model import (
     positions,
 )
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.passes.partition.space.straight import straight_bound
+from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.plan.evaluate import measure, path_of, violations
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
@@ -45,6 +46,7 @@ class Search:
     prover: str = "relaxation"
     impossible: bool = False  # proved
     seen: set[tuple[int, ...]] = field(default_factory=set)  # assignments
+    cut: AnyCut | None = None
     _line: str = ""
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
@@ -99,6 +101,7 @@ MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 300  # groups of the model that gives the first plan
 MOVING = 0.5  # of the time
+CHAINS = 0.1  # of the time, for the linear program over critical paths
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 
 
@@ -115,6 +118,8 @@ def solve(
     model = build(problem)
     search = Search(problem, model, budget, seed, progress)
     search.prove(simple_bound(model), "relaxation")
+    allowed = Budget(CHAINS * budget.left, within=budget)
+    search.cut = cut_of(model, lambda: allowed.late)
     cut_by_program(search)
     if search.best is None:
         find_any(search)
@@ -186,11 +191,13 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         total = sum(model.forward) + sum(model.backward)
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
     if search.problem.objective == "flush":
-        if search.late and len(segments.ideals) > FIRST:
-            return
-        found = best_chain(segments, ramp_cost(segments), budget)
-        if found:
-            search.offer(found[1], segments.model)
+        shares = None if search.cut is None else search.cut.shares
+        for cost in flush_costs(segments, shares):
+            if search.late and len(segments.ideals) > FIRST:
+                return
+            found = best_chain(segments, cost, budget)
+            if found:
+                search.offer(found[1], segments.model)
 
 
 def find_any(search: Search) -> None:
@@ -210,8 +217,9 @@ def find_any(search: Search) -> None:
 
 def _bound(search: Search) -> None:
     """Bounds the objective along the heaviest path, and for any cut."""
-    bound = straight_bound(search.model, search.bound, search.upper, search.budget)
-    search.prove(min(bound, search.upper), "linear program over critical paths")
+    late, upper = (lambda: search.late), search.upper
+    bound = straight_bound(search.model, search.bound, upper, late, search.cut)
+    search.prove(min(bound, upper), "linear program over critical paths")
 
 
 def move_groups(search: Search) -> None:

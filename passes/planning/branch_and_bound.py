@@ -26,6 +26,7 @@ from pdcompile.errors import ConfigError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition import partition
+from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
@@ -43,7 +44,7 @@ from pdcompile.passes.planning.memory_limits import SCOPE, within_ledgers
 from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import EXACT, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
-from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, Training
 from pdcompile.plan.evaluate import Evaluation, measure
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
@@ -247,17 +248,17 @@ class PlanSearch:
         (seconds, candidate), (fastest, other) = self.trials.chosen, self.trials.found[-1]
         setting = candidate.setting
         problem = self.prepared[setting.num_microbatches].problem
-        certificate = Certificate(
-            objective_seconds=seconds / setting.scale,
-            bound_seconds=min(self.floor, fastest) / setting.scale,
-            status="feasible",
-            prover=self._prover(setting),
-            seconds=self.budget.spent,
-            fastest_seconds=fastest / setting.scale if fastest < seconds else None,
-            scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
+        certificate = claimed(
+            replace(
+                NOT_CERTIFIED,
+                prover=self._prover(setting),
+                seconds=self.budget.spent,
+                scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
+            ),
+            seconds / setting.scale,
+            min(self.floor, fastest) / setting.scale,
+            fastest / setting.scale if fastest < seconds else None,
         )
-        if certificate.gap == 0:
-            certificate = replace(certificate, status="optimal")
         notes = [*idle_ranks(self.cluster, candidate, certificate)]
         if fastest < seconds:
             notes.append(passed_over(self.trials, (seconds, candidate), (fastest, other)))

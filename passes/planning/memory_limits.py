@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pdcompile.errors import InfeasibleError, NotFoundError
+from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.plan import Certificate, Plan
 from pdcompile.problem import Partition, PartitionProblem
@@ -144,11 +145,8 @@ def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:
 
 def _weaker(plan: Plan, first: Plan) -> Certificate:
     ours, loosest = plan.certificate, first.certificate
-    bound = min(loosest.bound_seconds, ours.objective_seconds)
-    certificate = replace(
-        _scoped(ours, LOOSER), bound_seconds=bound, seconds=ours.seconds + loosest.seconds
-    )
-    return replace(certificate, status="optimal" if certificate.gap == 0 else "feasible")
+    both = replace(_scoped(ours, LOOSER), seconds=ours.seconds + loosest.seconds)
+    return claimed(both, ours.objective_seconds, loosest.bound_seconds, ours.fastest_seconds)
 
 
 def _scoped(certificate: Certificate, words: str) -> Certificate:

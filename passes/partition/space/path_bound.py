@@ -53,9 +53,8 @@ class Path:
 
     def __init__(self, model: Model, most: int = MOST):
         self.model = model
-        whole = heaviest_path(model)
-        kept = _told_apart(model, whole, most)
-        self.length, self.size = len(whole), len(kept)
+        kept = _told_apart(model, heaviest_path(model), most)
+        self.size = len(kept)
         number = {v: n for n, v in enumerate(kept, start=1)}
         self.low, self.high = sides(model.num_groups, model.arcs, number, self.size)
         self.work = np.array(model.forward) + np.array(model.backward)

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pdcompile.passes.partition.any_cut import Row, any_cut
-from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.any_cut import AnyCut, Row, any_cut
+from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.space.path_bound import (
     Path,
     PathBound,
     StageRules,
     groups_told_apart,
+    heaviest_path,
 )
 from pdcompile.plan.makespan import warmup_of
 from pdcompile.problem.deployment import StageDeployment
@@ -43,35 +44,39 @@ def rules_of(model: Model, depths: Sequence[int]) -> StageRules:
     )  # fmt: skip
 
 
-CHAINS = 0.1  # of the time, for the linear program over critical paths
-
-
-def straight_bound(model: Model, lower: float, upper: float, budget: Budget) -> float:
+def straight_bound(
+    model: Model, lower: float, upper: float, late: Late, cut: AnyCut | None = None
+) -> float:
     """Seconds of the objective from `lower` to `upper` that no assignment is below.
 
-    Stages without the path, which pass nothing on, count for nothing on a chain of tasks: it is
-    shorter by what they do beside the path.
+    `cut`: the mixture of chains.  Stages without the path, which pass nothing on, count for nothing
+    on a chain: it is shorter by what they do beside the path.
     """
-    problem, ranks = model.problem, model.num_stages
-    depths = warmup_of(problem.memory.in_flight, ranks, problem.num_microbatches)
-    path, rules = Path(model, groups_told_apart(ranks, 1)), rules_of(model, depths)
-    work = sum(model.forward), sum(model.backward)
+    in_flight, m = model.problem.memory.in_flight, model.problem.num_microbatches
+    depths = warmup_of(in_flight, model.num_stages, m)
+    path, rules = Path(model, groups_told_apart(model.num_stages, 1)), rules_of(model, depths)
     floors: list[float] = []
-    if problem.objective == "flush" and sum(work) and path.length >= ranks:
-        speeds = tuple(stage.speed for stage in problem.stages)
-        row = Row(
-            problem.memory.schedule, rules.num_microbatches, depths, speeds, tuple(range(ranks))
-        )
-        allowed = Budget(CHAINS * budget.left, within=budget)
-        each = any_cut(row, *work, lambda: allowed.late).each(
-            model.forward, model.backward, np.array([model.lowest, model.highest])
-        )
+    if cut is not None:
+        each = cut.each(model.forward, model.backward, np.array([model.lowest, model.highest]))
         floors = [each.sum()]
         # What a stage without work waits for, its neighbours wait for too, if depths only fall.
         if rules.kind.written is None and list(depths) == sorted(depths, reverse=True):
             most = float((each / np.maximum(path.work, 1e-300)).max())
-            for k in range(1, ranks):
-                lost = path.hidden[min(k, ranks - k + 1, len(path.hidden) - 1)]
+            for k in range(1, rules.ranks):
+                lost = path.hidden[min(k, rules.ranks - k + 1, len(path.hidden) - 1)]
                 floors.append(each.sum() - most * lost)
-    bound = PathBound(path, rules, floors=floors).least(lower, upper, lambda: budget.late)
-    return bound * (1 - 1e-9)
+    return PathBound(path, rules, floors=floors).least(lower, upper, late) * (1 - 1e-9)
+
+
+def cut_of(model: Model, late: Late) -> AnyCut | None:
+    """The mixture of chains for a problem of one rank a stage; None without a flush or a path."""
+    problem, count = model.problem, model.num_stages
+    forward, backward = sum(model.forward), sum(model.backward)
+    idle = not forward + backward or len(heaviest_path(model)) < count
+    if problem.objective == "bottleneck" or idle:
+        return None
+    m = problem.num_microbatches
+    depths = warmup_of(problem.memory.in_flight, count, m)
+    speeds = tuple(stage.speed for stage in problem.stages)
+    row = Row(problem.memory.schedule, m, depths, speeds, tuple(range(count)))
+    return any_cut(row, forward, backward, late)
