@@ -38,7 +38,6 @@ def partition(
     time_limit: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-    scope: str | None = None,
 ) -> tuple[Partition, Certificate]:
     """The best assignment of items to stages, and how far it is from the optimum at most.
 
@@ -50,7 +49,6 @@ def partition(
             None: until proved, at most 20.
         seed: of CP-SAT; equal seeds give equal answers as long as the time limit is not reached.
         progress: called with a line of text, plan, bound and gap, when one of them improves.
-        scope: inside which scope the certificate holds; default: the problem's.
 
     Raises:
         InfeasibleError: no assignment satisfies the limits; names those that conflict, and what
@@ -67,10 +65,10 @@ def partition(
             if budget.stopped and not search.impossible:
                 raise KeyboardInterrupt
             raise no_assignment(problem, budget, seed, proved=search.impossible)
-        return _answer(search, scope)
+        return _answer(search)
 
 
-def _answer(search: Search, scope: str | None) -> tuple[Partition, Certificate]:
+def _answer(search: Search) -> tuple[Partition, Certificate]:
     best = search.best
     assert best is not None
     for wrong in violations(search.problem, best.stage_of):
@@ -79,7 +77,7 @@ def _answer(search: Search, scope: str | None) -> tuple[Partition, Certificate]:
         NOT_CERTIFIED,
         prover=search.prover,
         seconds=search.budget.spent,
-        scope=search.problem.scope if scope is None else scope,
+        scope=search.problem.scope,
     )
     return best, claimed(found, best.objective, search.bound)
 

@@ -1,7 +1,7 @@
 """Lower bound on a flush for any cut, and the shares of the work that a good cut has.
 
 The order of a schedule is given, so a chain of tasks in which each waits for the one before it is
-as long in every plan whose stages wait for their neighbours: T ≥ Σ_s c_s F_s + d_s W_s,
+as long in every plan whose stages wait for their neighbours: T ≥ Σ_s c_s F_s + d_s W_s + its hops,
 where c_s and d_s count how often it runs stage s forward and backward.  Any mixture of such chains
 bounds T as well, and each group adds at least what it does on the cheapest stage.  The mixture that
 is best if all groups were alike is the dual of a linear program: the least T and the share x_s of
@@ -35,7 +35,8 @@ class Row:
 
     Args:
         num_microbatches: of one replica.
-        ranks: of each stage.
+        ranks: of each stage; empty: one of its own.
+        hops: seconds of a message to the next stage and of its gradient back, at least.
         again: whether every stage runs its forward a second time.
     """
 
@@ -43,13 +44,14 @@ class Row:
     num_microbatches: int
     warmup: tuple[int, ...]
     speeds: tuple[float, ...]
-    ranks: tuple[int, ...]
+    hops: tuple[tuple[float, float], ...]
+    ranks: tuple[int, ...] = ()
     again: bool = False
 
     def critical(self, forward: Array, backward: Array) -> Path:
         """A longest chain where the stages take so many seconds."""
-        there = {(s, s + 1): 0.0 for s in range(len(self.ranks) - 1)}
-        back = {(s + 1, s): 0.0 for s in range(len(self.ranks) - 1)}
+        there = {(s, s + 1): ahead for s, (ahead, _) in enumerate(self.hops)}
+        back = {(s + 1, s): home for s, (_, home) in enumerate(self.hops)}
         both = backward + forward if self.again else backward
         times = PipelineTimes.of_hops(
             forward.tolist(), both.tolist(), there, back, schedule=self.schedule,
@@ -60,13 +62,14 @@ class Row:
 
 @dataclass(frozen=True)
 class AnyCut:
-    """The best mixture of chains: how often F and W of each stage count.
+    """The best mixture of chains: how often F and W of each stage count, and seconds of its hops.
 
     `shares`: of all work, of each stage, where T is least.
     """
 
     forward: Array  # of one second at the stage's speed
     backward: Array
+    hops: float
     shares: Array
 
     def each(
@@ -98,16 +101,16 @@ def any_cut(row: Row, forward: float, backward: float, late: Late) -> AnyCut:
         whole.SetCoefficient(part, 1.0)
     solver.Minimize(seconds)
     shares = center = speeds / speeds.sum()
-    best, chains, rows = np.inf, list[tuple[Array, Array]](), []
+    best, chains, rows = np.inf, list[tuple[Array, Array, float]](), []
     for n in range(ROUNDS):
         path = row.critical(shares * forward / speeds, shares * backward / speeds)
         chain = _counts(path, row)
         each = (chain[0] * forward + chain[1] * backward) / speeds
-        length = float(each @ shares)
+        length = float(each @ shares) + chain[2]
         if length <= best:
             best, center = length, shares
         chains.append(chain)
-        rows.append(solver.RowConstraint(-solver.infinity(), 0.0, ""))
+        rows.append(solver.RowConstraint(-solver.infinity(), -chain[2], ""))
         rows[-1].SetCoefficient(seconds, -1.0)
         for s in np.flatnonzero(each):
             rows[-1].SetCoefficient(parts[s], float(each[s]))
@@ -120,11 +123,14 @@ def any_cut(row: Row, forward: float, backward: float, late: Late) -> AnyCut:
             shares = (1 - STEP) * center + STEP * shares
     weights = np.maximum([-one.dual_value() for one in rows], 0.0)
     weights = weights / weights.sum() if weights.sum() else np.full(len(rows), 1 / len(rows))
-    ahead, home = (np.tensordot(weights, np.array(each), 1) for each in zip(*chains, strict=True))
-    return AnyCut(ahead / speeds, home / speeds, center)
+    ahead, home, hops = (
+        np.tensordot(weights, np.array(each), 1) for each in zip(*chains, strict=True)
+    )
+    return AnyCut(ahead / speeds, home / speeds, float(hops), center)
 
 
-def _counts(path: Path, row: Row) -> tuple[Array, Array]:
-    """F and W of each stage on a chain."""
+def _counts(path: Path, row: Row) -> tuple[Array, Array, float]:
+    """F and W of each stage on a chain, and seconds of its hops."""
     forward, backward = np.array(path.forward, dtype=float), np.array(path.backward)
-    return forward + row.again * backward, backward
+    hops = sum(count * row.hops[min(hop)][hop[0] > hop[1]] for hop, _, count in path.hops)
+    return forward + row.again * backward, backward, float(hops)

@@ -6,13 +6,12 @@ at stage p and has sinks on other stages:
 
     received(e, s)   a sink is on s and s ≠ p
     leaves(e, s)     p = s and a sink is on a later stage
-    passes(e, s)     received(e, s) and a sink is on a later stage (it receives a gradient)
-    fan(e, s)        how many stages receive it, when p = s
 
 Seconds become integers floored at a power-of-two scale: the integer objective never exceeds
 scale · true objective, so a bound of the solver's is a bound on the truth.  What the integer model
-leaves out (the order of messages in a half-duplex link, faster links next door than on the way
-of a long hop) only makes it smaller.  The makespan is a longest path: a path of one assignment
+leaves out (how many stages receive one value, gradients that a stage passes on, the order of
+messages in a half-duplex link, faster links next door than on the way of a long hop) only makes it
+smaller.  The makespan is a longest path: a path of one assignment
 is a linear lower bound for all, so paths are added until the bound meets the best plan.
 """
 
@@ -47,8 +46,6 @@ class Loads:
         # Made once each: a flow's literal is shared by all who ask.
         self.received = cache(self._received)
         self.leaves = cache(self._leaves)
-        self.passes = cache(self._passes)
-        self.fan = cache(self._fan)
         self.source = cache(self._source)
         self.pair = cache(self._pair)
         self.linked = cache(self._linked)
@@ -69,10 +66,9 @@ class Loads:
             back_in = self.units(flow.backward_seconds(link))
             into = self.units(flow.forward_seconds(before))
             back_out = self.units(flow.backward_seconds(before))
-            if out:
-                sent = sent + out * self.fan(e, stage)
-            if back_in:
-                received = received + back_in * (self.leaves(e, stage) + self.passes(e, stage))
+            if out or back_in:
+                literal = self.leaves(e, stage)
+                sent, received = sent + out * literal, received + back_in * literal
             if into or back_out:
                 literal = self.received(e, stage)
                 sent, received = sent + back_out * literal, received + into * literal
@@ -107,7 +103,7 @@ class Loads:
                 if size := units(flow.received_bytes * slots):
                     total = total + size * self.received(e, s)
                 if size := units(flow.returned_bytes * back):
-                    total = total + size * (self.leaves(e, s) + self.passes(e, s))
+                    total = total + size * self.leaves(e, s)
             for c, copy in enumerate(model.copies):
                 absent = [self.x.elsewhere(v, s) for v in copy.ends]
                 held = self.x.implied(f"held{c}_{s}", absent)
@@ -158,30 +154,6 @@ class Loads:
         later = [negated(self.x.from_stage(v, stage + 1)) for v in self.model.flows[e].sinks]
         return self.x.implied(f"leaves{e}_{stage}", [[*here, part] for part in later])
 
-    def _passes(self, e: int, stage: int) -> Literal:
-        sinks = self.model.flows[e].sinks
-        if len(sinks) == 1:
-            return False
-        received = negated(self.received(e, stage))
-        later = [negated(self.x.from_stage(v, stage + 1)) for v in sinks]
-        return self.x.implied(f"passes{e}_{stage}", [[received, part] for part in later])
-
-    def _fan(self, e: int, stage: int) -> Linear:
-        sinks = self.model.flows[e].sinks
-        most = min(len(sinks), self.model.num_stages - 1 - stage)
-        if most <= 1:
-            return self.leaves(e, stage)
-        here = [negated(part) for part in self._not_source(e, stage)]
-        if any(part is False for part in here):
-            return 0
-        fan = self.cp.new_int_var(0, most, f"fan{e}_{stage}")
-        count = sum(self.received(e, t) for t in range(stage + 1, self.model.num_stages))
-        conditions = [part for part in here if part is not True]
-        added = self.cp.add(fan >= count)
-        if conditions:
-            added.only_enforce_if(conditions)
-        return fan
-
     # -- hops between two stages ---------------------------------------------------------------
 
     def _pair(self, e: int, near: int, far: int) -> Literal:
@@ -226,7 +198,7 @@ class Loads:
 class IntegerProgram:
     """One model for one upper bound; `solve` may be called again after `add_path`."""
 
-    def __init__(self, model: Model, upper: float, hint: tuple[int, ...] | None = None):
+    def __init__(self, model: Model, upper: float):
         from ortools.sat.python import cp_model
 
         self.model = model
@@ -242,8 +214,6 @@ class IntegerProgram:
                 self._bottleneck()
             else:
                 self._flush()
-        if hint is not None:
-            self.x.hint(hint)
         self.cp.minimize(self.time)
 
     def units(self, seconds: float) -> int:

@@ -239,7 +239,7 @@ def prove(search: Search) -> None:
     """CP-SAT until the bound meets the best plan or time is up."""
     if _too_large(search.model) or search.upper <= 0:
         return
-    program = IntegerProgram(search.model, search.upper, search.groups)
+    program = IntegerProgram(search.model, search.upper)
     if search.problem.objective == "flush":
         program.add_path(path_of(search.problem, search.model.items_of(search.groups)))
     while not search.proved and not search.late:

@@ -73,7 +73,8 @@ class StagesInTurn:
         model, r, name = self.prepared.whole, self.counts[0], self.setting.schedule
         share, speeds = StageDeployment(r).share(self.setting.num_microbatches), self.on().speeds
         again = False not in self.space.recompute and not kind_of(name).splits_backward
-        row = Row(name, share, self.warmup, tuple(speeds), self.placement, again)
+        free = ((0.0, 0.0),) * (len(speeds) - 1)
+        row = Row(name, share, self.warmup, tuple(speeds), free, self.placement, again)
         budget = Budget(SECONDS)
         return any_cut(row, sum(model.forward), sum(model.backward), lambda: budget.late)
 

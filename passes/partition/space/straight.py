@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,8 +16,10 @@ from pdcompile.passes.partition.space.path_bound import (
     StageRules,
     groups_told_apart,
     heaviest_path,
+    with_gradients,
 )
 from pdcompile.plan.makespan import warmup_of
+from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import kind_of
 
@@ -50,7 +53,7 @@ def straight_bound(
     """Seconds of the objective from `lower` to `upper` that no assignment is below.
 
     `cut`: the mixture of chains.  Stages without the path, which pass nothing on, count for nothing
-    on a chain: it is shorter by what they do beside the path.
+    on a chain: it is shorter by its hops, and by what they do beside the path.
     """
     in_flight, m = model.problem.memory.in_flight, model.problem.num_microbatches
     depths = warmup_of(in_flight, model.num_stages, m)
@@ -58,7 +61,7 @@ def straight_bound(
     floors: list[float] = []
     if cut is not None:
         each = cut.each(model.forward, model.backward, np.array([model.lowest, model.highest]))
-        floors = [each.sum()]
+        floors = [each.sum() + cut.hops]
         # What a stage without work waits for, its neighbours wait for too, if depths only fall.
         if rules.kind.written is None and list(depths) == sorted(depths, reverse=True):
             most = float((each / np.maximum(path.work, 1e-300)).max())
@@ -70,13 +73,26 @@ def straight_bound(
 
 def cut_of(model: Model, late: Late) -> AnyCut | None:
     """The mixture of chains for a problem of one rank a stage; None without a flush or a path."""
-    problem, count = model.problem, model.num_stages
-    forward, backward = sum(model.forward), sum(model.backward)
-    idle = not forward + backward or len(heaviest_path(model)) < count
-    if problem.objective == "bottleneck" or idle:
+    problem, path = model.problem, heaviest_path(model)
+    work = sum(model.forward), sum(model.backward)
+    if problem.objective == "bottleneck" or not sum(work) or len(path) < model.num_stages:
         return None
-    m = problem.num_microbatches
-    depths = warmup_of(problem.memory.in_flight, count, m)
-    speeds = tuple(stage.speed for stage in problem.stages)
-    row = Row(problem.memory.schedule, m, depths, speeds, tuple(range(count)))
-    return any_cut(row, forward, backward, late)
+    following = dict(pairwise(path))
+    carried = [one for one in with_gradients(model) if following.get(one.sources[0]) in one.sinks]
+
+    def least(link: StageLimits) -> tuple[float, float]:
+        """Seconds of what passes between two groups of the path, at least."""
+        there: dict[int, float] = {}
+        back: dict[int, float] = {}
+        for flow in carried:
+            v = flow.sources[0]
+            there[v] = there.get(v, 0.0) + flow.forward_seconds(link)
+            back[v] = back.get(v, 0.0) + flow.backward_seconds(link)
+        return min(there.values()), min(back.values())
+
+    in_flight, m = problem.memory.in_flight, problem.num_microbatches
+    row = Row(
+        problem.memory.schedule, m, warmup_of(in_flight, model.num_stages, m),
+        tuple(stage.speed for stage in problem.stages), tuple(map(least, problem.stages[:-1])),
+    )  # fmt: skip
+    return any_cut(row, *work, late)
