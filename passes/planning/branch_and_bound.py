@@ -214,7 +214,10 @@ class PlanSearch:
         if bound == math.inf:
             branch.bound = math.inf
             return
-        for _ in range(PROBES if bound < self.trials.below else 0):
+        if bound >= self.trials.below:  # what its choices cost is told all the same
+            self.trials.offer(next(pipelines.candidates(lambda: math.inf), (0.0, None))[1])
+            return
+        for _ in range(PROBES):
             if branch.bound < math.inf:
                 self._next(branch)
 
