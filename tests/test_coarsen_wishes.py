@@ -27,7 +27,6 @@ from pdcompile.problem.constraints import (
     Pin,
     Split,
     Together,
-    describe,
     parsed,
 )
 from tests.helpers.captures import captured
@@ -130,7 +129,7 @@ def test_constraints_check_their_own_arguments() -> None:
         MaxStages(0)
     with pytest.raises(ConfigError, match="stage number"):
         Pin("h.0", True)
-    with pytest.raises(ConfigError, match="two patterns"):
+    with pytest.raises(ConfigError, match="2 or more"):
         Apart("h.0")
     with pytest.raises(ConfigError, match="names of modules"):
         Together()
@@ -234,7 +233,7 @@ def test_what_cannot_be_read_names_its_option(written: dict[str, list[str]]) -> 
         found = parsed(written)
     except ConfigError as error:
         refused = error
-    assert all(describe(one) for one in found)
+    assert all(str(one) for one in found)
     if refused is not None:
         assert str(refused.where).startswith("--")
         assert f'{refused.where} "' in str(refused.remedy)
@@ -255,7 +254,5 @@ def test_what_may_not_be_cut_says_what_and_why(constraint: Any) -> None:
     ops = tuple(replace(op, cost=OpCost(1.0, 1.0, microbatch_size=4)) for op in found.ops)
     with pytest.raises(InfeasibleError) as told:
         problem_of(replace(found, ops=ops), constraint)
-    assert f"{describe(constraint)} asks for a cut between 'features.2' and 'features.3'" in str(
-        told.value
-    )
+    assert f"{constraint} asks for a cut between 'features.2' and 'features.3'" in str(told.value)
     assert "have to share a stage: in-place writes" in str(told.value)

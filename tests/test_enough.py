@@ -10,8 +10,17 @@ import pytest
 from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.ir.graph import OpCost, OpGraph
+from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.passes.planning.whatif import whatif
-from pdcompile.plan import Plan
+from pdcompile.plan import (
+    NOT_CERTIFIED,
+    Forecast,
+    MemoryLedger,
+    Plan,
+    StagePlan,
+    Training,
+)
+from pdcompile.problem import Item, Partition, PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Forbid
 from pdcompile.problem.scenario import Scenario
 from pdcompile.units import parse_bytes
@@ -90,3 +99,21 @@ def test_constraints_that_contradict_each_other_ask_for_no_memory() -> None:
     with pytest.raises(InfeasibleError) as caught:
         planned(chain(4), Cluster.local(2, memory=10**9), constraints=wishes)
     assert "memory" not in (caught.value.remedy or "")
+
+
+def test_limits_fall_at_first_by_no_more_than_what_is_too_much() -> None:
+    """A cut whose ledger is 30 bytes above its formula gives way to one that has less above it."""
+    cuts = [(100, 130, 1.0), (88, 100, 1.1), (60, 80, 2.0)]  # formula, ledger, seconds
+    problem = PartitionProblem((Item("op", ("op",)),), (), (StageLimits(memory_bytes=110),))
+
+    def solve(limited: PartitionProblem) -> tuple[Plan, Partition]:
+        limit = limited.stages[0].memory_bytes
+        assert limit is not None
+        held, ledger, seconds = next(one for one in cuts if one[0] <= limit)
+        forecast = Forecast(seconds, 0.0, 0.0, (), (MemoryLedger(weights_bytes=ledger),))
+        certificate = replace(NOT_CERTIFIED, objective_seconds=seconds)
+        stage = StagePlan(0, ("op",), (), ranks=(0,))
+        plan = Plan("", (stage,), (), (), Training(), "", certificate, forecast=forecast)
+        return plan, Partition((0,), seconds, (seconds,), (held,))
+
+    assert within_ledgers(problem, solve).certificate.objective_seconds == 1.1

@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_548),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_621,
+        9_411,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_678),
     "schedules": (
@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
     "verify": (("passes/verify",), 1_512),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_960),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_958),
     "runtime": (("runtime",), 9_502),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

@@ -235,7 +235,8 @@ def test_no_time_still_gives_a_plan(time_limit: float) -> None:
 
 def test_progress_and_scope() -> None:
     lines: list[str] = []
-    _, certificate = partition(gpt_problem(3, 2), progress=lines.append, scope="blocks")
+    problem = replace(gpt_problem(3, 2), scope="blocks")
+    _, certificate = partition(problem, progress=lines.append)
     assert lines
     assert certificate.scope == "blocks"
 

@@ -10,7 +10,7 @@ import pytest
 from pdcompile.cluster import Cluster, Device, Level, stage_limits
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.bounds import bounding_cost, seed_paths
+from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
@@ -22,7 +22,7 @@ from pdcompile.plan.makespan import Path, order_of, warmup_of
 from pdcompile.plan.times import PipelineTimes
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
 from pdcompile.schedule.registry import DEFAULT
-from tests.helpers.problems import brute_force, chain_problem, evaluate, random_problem
+from tests.helpers.problems import brute_force, evaluate, random_problem
 
 
 def picture(warmup: int, m: int) -> str:
@@ -221,14 +221,6 @@ def test_the_bounding_cost_is_below_the_optimum(fast: bool) -> None:
         assert found[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
         compared += 1
     assert compared > count // 4
-
-
-def test_seed_paths_bound_every_linked_plan() -> None:
-    problem = chain_problem([1.0, 2.0, 3.0, 1.0, 2.0], 3, objective="flush", num_microbatches=4)
-    found, _ = partition(problem)
-    timing = Evaluation(problem, found.stage_of).times
-    paths = [*seed_paths(build(problem)), path_of(problem, found.stage_of)]
-    assert max(sum_of(path, timing) for path in paths) == pytest.approx(found.objective)
 
 
 def simulated(

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.model import build
-from pdcompile.passes.partition.search import solve
 from pdcompile.passes.partition.space.path_bound import MOST, Path, heaviest_path
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.problem import (
@@ -201,6 +199,8 @@ def test_of_groups_beside_several_boundaries_each_is_hidden_once() -> None:
 @pytest.mark.slow
 def test_long_chains_are_bounded_along_themselves() -> None:
     """There are too many pairs of intervals of 243 groups in a row for tables of both."""
-    with Budget(60) as budget:
-        search = solve(gpt_problem(48, 8), budget, thorough=False)
-    assert search.bound > 0.98 * search.upper
+    problem = gpt_problem(48, 8)
+    model = build(problem)
+    upper = partition(problem, time_limit=10)[0].objective
+    cut = cut_of(model, lambda: False)
+    assert straight_bound(model, 0.0, upper, lambda: False, cut) > 0.98 * upper

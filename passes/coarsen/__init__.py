@@ -27,7 +27,7 @@ from pdcompile.problem import (
     StageLimits,
     Wish,
 )
-from pdcompile.problem.constraints import Constraint, describe
+from pdcompile.problem.constraints import Constraint
 from pdcompile.units import format_seconds
 
 __all__ = ["coarsen"]
@@ -115,7 +115,7 @@ def _microbatch_size(graph: OpGraph) -> int:
 def _scope(
     graph: OpGraph, groups: Groups, moved_seconds: float, constraints: Sequence[Constraint]
 ) -> str:
-    under = f"constraints {some([*map(describe, constraints)], 8)}" if constraints else ""
+    under = f"constraints {some([*map(str, constraints)], 8)}" if constraints else ""
     if not groups.reasons:
         return under or ANY_CUT
     rules = ", ".join(f"{reason} ({n})" for reason, n in sorted(groups.reasons.items()))

@@ -24,8 +24,6 @@ from pdcompile.problem.constraints import (
     Placed,
     Split,
     Together,
-    describe,
-    patterns_of,
 )
 
 
@@ -49,7 +47,7 @@ class Constraints:
                     f"{constraint!r} is not a constraint",
                     remedy=f"use one of pdcompile.problem.constraints: {KNOWN}",
                 )
-            found = tuple(_match(graph, one, constraint) for one in patterns_of(constraint))
+            found = tuple(match(graph, one, constraint) for one in constraint.patterns)
             if isinstance(constraint, CutAt):
                 found = tuple(between_borders(graph, constraint.patterns))
             if not isinstance(constraint, Split):  # which says nothing of cuts
@@ -89,18 +87,18 @@ class Constraints:
         item_of: Sequence[int],
         num_stages: int,
     ) -> Wish:
-        text = describe(constraint)
+        text = str(constraint)
         items = [sorted({item_of[i] for i in ops}) for ops in found]
         if isinstance(constraint, Pin):
-            stage = _stage(constraint.stage, num_stages, text)
+            stage = _stage(constraint.numbers[0], num_stages, text)
             return Wish(text, pins=tuple((item, stage) for item in items[0]))
         if isinstance(constraint, Placed):
             position = {op.name: i for i, op in enumerate(self.graph.ops)}
-            there = [(position[name], s) for name, s in constraint.stages if name in position]
+            there = [(position[name], s) for name, s in constraint.placed if name in position]
             pins = {(item_of[i], stage) for i, stage in there}
             return Wish(text, pins=tuple(sorted(pins)))
         if isinstance(constraint, Forbid):
-            stages = sorted({_stage(s, num_stages, text) for s in constraint.stages})
+            stages = sorted({_stage(s, num_stages, text) for s in constraint.numbers})
             return Wish(text, forbidden=tuple((item, s) for item in items[0] for s in stages))
         if isinstance(constraint, Together):
             everything = sorted({item for part in items for item in part})
@@ -112,8 +110,7 @@ class Constraints:
                 tuple(sorted((item_of[a], item_of[b]))) for a, b in self._apart(constraint, found)
             }
             return Wish(text, apart=tuple((a, b) for a, b in sorted(pairs)))
-        assert not isinstance(constraint, Split)
-        return Wish(text, max_stages=constraint.count)
+        return Wish(text, max_stages=constraint.numbers[0])
 
     def _apart(
         self, constraint: Constraint, found: tuple[tuple[int, ...], ...]
@@ -138,9 +135,9 @@ class Constraints:
         shown = shown if shown[0] != shown[1] else [repr(op.name) for op in (one, other)]
         why = "; ".join(groups.why(a, b)) if a != b else "it is in both"
         return InfeasibleError(
-            f"{describe(constraint)} asks for a cut between {' and '.join(shown)} "
+            f"{constraint!s} asks for a cut between {' and '.join(shown)} "
             f"({one.source}, {other.source}), which have to share a stage: {why}",
-            where=describe(constraint),
+            where=str(constraint),
             remedy=f"drop it, or ask for a cut elsewhere: not between {' and '.join(shown)}",
         )
 
@@ -180,12 +177,9 @@ def _calls(graph: OpGraph, run: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [run[i : i + size] for i in range(0, len(run), size)]
 
 
-def match(graph: OpGraph, pattern: str) -> tuple[int, ...]:
-    """Positions of the ops that a pattern names.
-
-    A module's name stands for all ops below it.  Raises ConfigError, with the nearest names,
-    when nothing matches.
-    """
+def match(graph: OpGraph, pattern: str, constraint: Constraint) -> tuple[int, ...]:
+    """Positions of the ops that a pattern of a constraint names; a module's name stands for all
+    ops below it.  Raises ConfigError, with the nearest names, when nothing matches."""
     chosen = _chosen(graph, pattern)
     found = [
         i
@@ -193,19 +187,12 @@ def match(graph: OpGraph, pattern: str) -> tuple[int, ...]:
         if op.name in chosen or not chosen.isdisjoint(ancestors(op.module_path))
     ]
     if not found:
-        near = _nearest(pattern, graph)
         raise ConfigError(
             f"no module and no op of the graph is named {pattern!r}",
-            remedy=f"did you mean {' or '.join(repr(name) for name in near)}?",
+            where=str(constraint),
+            remedy=f"did you mean {' or '.join(map(repr, _nearest(pattern, graph)))}?",
         )
     return tuple(found)
-
-
-def _match(graph: OpGraph, pattern: str, constraint: Constraint) -> tuple[int, ...]:
-    try:
-        return match(graph, pattern)
-    except ConfigError as error:
-        raise ConfigError(error.message, where=describe(constraint), remedy=error.remedy) from None
 
 
 def _names(graph: OpGraph) -> set[str]:

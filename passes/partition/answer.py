@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pdcompile.errors import CostError, InfeasibleError, PlanError
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import Progress, Search, solve
 from pdcompile.passes.partition.space.no_plan import no_assignment
-from pdcompile.plan import Certificate
+from pdcompile.plan import NOT_CERTIFIED, Certificate
 from pdcompile.plan.embedded import unusable_numbers
 from pdcompile.plan.evaluate import violations
 from pdcompile.problem import Partition, PartitionProblem
@@ -36,7 +38,6 @@ def partition(
     time_limit: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-    scope: str | None = None,
 ) -> tuple[Partition, Certificate]:
     """The best assignment of items to stages, and how far it is from the optimum at most.
 
@@ -48,7 +49,6 @@ def partition(
             None: until proved, at most 20.
         seed: of CP-SAT; equal seeds give equal answers as long as the time limit is not reached.
         progress: called with a line of text, plan, bound and gap, when one of them improves.
-        scope: inside which scope the certificate holds; default: the problem's.
 
     Raises:
         InfeasibleError: no assignment satisfies the limits; names those that conflict, and what
@@ -65,21 +65,31 @@ def partition(
             if budget.stopped and not search.impossible:
                 raise KeyboardInterrupt
             raise no_assignment(problem, budget, seed, proved=search.impossible)
-        return _answer(search, scope)
+        return _answer(search)
 
 
-def _answer(search: Search, scope: str | None) -> tuple[Partition, Certificate]:
+def _answer(search: Search) -> tuple[Partition, Certificate]:
     best = search.best
     assert best is not None
     for wrong in violations(search.problem, best.stage_of):
         raise PlanError(f"internal error: the planner's answer fails its own check: {wrong}")
-    bound = min(search.bound, best.objective)
-    gap = (best.objective - bound) / best.objective if best.objective > 0 else 0.0
-    return best, Certificate(
-        objective_seconds=best.objective,
-        bound_seconds=bound,
-        status="optimal" if gap <= 1e-5 else "feasible",
+    found = replace(
+        NOT_CERTIFIED,
         prover=search.prover,
         seconds=search.budget.spent,
-        scope=search.problem.scope if scope is None else scope,
+        scope=search.problem.scope,
     )
+    return best, claimed(found, best.objective, search.bound)
+
+
+def claimed(
+    certificate: Certificate, objective: float, bound: float, fastest: float | None = None
+) -> Certificate:
+    """The certificate for these seconds, which are optimal where objective and bound meet."""
+    found = replace(
+        certificate,
+        objective_seconds=objective,
+        bound_seconds=min(bound, objective),
+        fastest_seconds=fastest,
+    )
+    return replace(found, status="optimal" if found.gap == 0 else "feasible")

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from pdcompile.passes.partition.chains import Cost
 from pdcompile.passes.partition.model import Model, always_linked
 from pdcompile.passes.partition.segments import Matrix, Segments
-from pdcompile.plan.makespan import Path, warmup_of
-from pdcompile.plan.times import PipelineTimes
+from pdcompile.plan.makespan import warmup_of
 from pdcompile.schedule.registry import kind_of
 
 Vector = NDArray[np.float64]
@@ -145,23 +144,6 @@ def _least_hops(segments: Segments) -> tuple[list[Vector], list[Vector]]:
         more = np.minimum.accumulate(behind[-1][::-1])[::-1]
         behind.append(hops[-1 - s] + np.concatenate((more[1:], [np.inf])))
     return ahead, behind[::-1]
-
-
-def seed_paths(model: Model) -> Iterator[Path]:
-    """Paths that are likely to be critical: one stage or one link much slower than the others."""
-    n, m = model.num_stages, model.problem.num_microbatches
-    warmup = warmup_of(model.problem.memory.in_flight, n, m)
-    schedule = model.problem.memory.schedule
-    hops = {(s, s + 1): 1e-3 for s in range(n - 1)}
-    back = {(s + 1, s): 1e-3 for s in range(n - 1)}
-    even = [1.0] * n
-    for slow in range(n):
-        work = [1.1 if s == slow else 1.0 for s in range(n)]
-        times = PipelineTimes.of_hops(work, work, hops, back, schedule=schedule)
-        yield times.critical_path(warmup, m)
-    for link in hops:
-        times = PipelineTimes.of_hops(even, even, {**hops, link: 9.0}, back, schedule=schedule)
-        yield times.critical_path(warmup, m)
 
 
 def simple_bound(model: Model) -> float:

@@ -6,13 +6,12 @@ at stage p and has sinks on other stages:
 
     received(e, s)   a sink is on s and s ≠ p
     leaves(e, s)     p = s and a sink is on a later stage
-    passes(e, s)     received(e, s) and a sink is on a later stage (it receives a gradient)
-    fan(e, s)        how many stages receive it, when p = s
 
 Seconds become integers floored at a power-of-two scale: the integer objective never exceeds
 scale · true objective, so a bound of the solver's is a bound on the truth.  What the integer model
-leaves out (the order of messages in a half-duplex link, faster links next door than on the way
-of a long hop) only makes it smaller.  The makespan is a longest path: a path of one assignment
+leaves out (how many stages receive one value, gradients that a stage passes on, the order of
+messages in a half-duplex link, faster links next door than on the way of a long hop) only makes it
+smaller.  The makespan is a longest path: a path of one assignment
 is a linear lower bound for all, so paths are added until the bound meets the best plan.
 """
 
@@ -34,6 +33,7 @@ from pdcompile.plan.wires import Direction, StagePair
 from pdcompile.schedule.registry import PARTS
 
 Linear: TypeAlias = Any  # an expression of ortools, which have no useful static type
+BITS = 34  # of the largest sums: products with a few hundred microbatches stay below 2**63
 
 
 class Loads:
@@ -46,8 +46,6 @@ class Loads:
         # Made once each: a flow's literal is shared by all who ask.
         self.received = cache(self._received)
         self.leaves = cache(self._leaves)
-        self.passes = cache(self._passes)
-        self.fan = cache(self._fan)
         self.source = cache(self._source)
         self.pair = cache(self._pair)
         self.linked = cache(self._linked)
@@ -68,10 +66,9 @@ class Loads:
             back_in = self.units(flow.backward_seconds(link))
             into = self.units(flow.forward_seconds(before))
             back_out = self.units(flow.backward_seconds(before))
-            if out:
-                sent = sent + out * self.fan(e, stage)
-            if back_in:
-                received = received + back_in * (self.leaves(e, stage) + self.passes(e, stage))
+            if out or back_in:
+                literal = self.leaves(e, stage)
+                sent, received = sent + out * literal, received + back_in * literal
             if into or back_out:
                 literal = self.received(e, stage)
                 sent, received = sent + back_out * literal, received + into * literal
@@ -84,41 +81,38 @@ class Loads:
         for s, stage in enumerate(self.stages):
             if stage.memory_bytes is None:
                 continue
-            unit = 2 ** max(0, self._all_bytes.bit_length() - 50)
+            unit = 2 ** max(0, stage.memory_bytes.bit_length() - BITS)
+            most = -(-stage.memory_bytes // unit)
+
+            def units(size: float, unit: int = unit, most: int = most) -> int:
+                """At most one more than there are: products of whole models stay small."""
+                return min(math.floor(size) // unit, most + 1)
+
             count, slots, back = model.problem.memory.counts(s)
             total: Linear = 0
-            workspace = self.cp.new_int_var(0, max(model.workspace_bytes) // unit, f"workspace{s}")
+            largest = units(max(model.workspace_bytes))
+            workspace = self.cp.new_int_var(0, largest, f"workspace{s}")
             for v in range(model.num_groups):
                 if not self.x.can(v, s):
                     continue
                 own = math.floor(model.fixed_bytes(v, s)) + count * model.saved_bytes[v]
-                total = total + own // unit * self.x.at(v, s)
-                if size := model.workspace_bytes[v] // unit:
+                total = total + units(own) * self.x.at(v, s)
+                if size := units(model.workspace_bytes[v]):
                     self.cp.add(workspace >= size * self.x.at(v, s))
             for e, flow in enumerate(model.flows):
-                if size := flow.received_bytes * slots // unit:
+                if size := units(flow.received_bytes * slots):
                     total = total + size * self.received(e, s)
-                if size := math.floor(flow.returned_bytes) * back // unit:
-                    total = total + size * (self.leaves(e, s) + self.passes(e, s))
+                if size := units(flow.returned_bytes * back):
+                    total = total + size * self.leaves(e, s)
             for c, copy in enumerate(model.copies):
                 absent = [self.x.elsewhere(v, s) for v in copy.ends]
                 held = self.x.implied(f"held{c}_{s}", absent)
-                total = total + model.held_bytes(copy, s) // unit * held
-                if size := math.floor(model.updated_bytes(copy, s)) // unit:
+                total = total + units(model.held_bytes(copy, s)) * held
+                if size := units(model.updated_bytes(copy, s)):
                     earlier = [negated(self.x.from_stage(v, s)) for v in copy.ends]
                     cases = [[*one, *earlier] for one in absent]
                     total = total + size * self.x.implied(f"updated{c}_{s}", cases)
-            self.cp.add(total + workspace <= -(-stage.memory_bytes // unit))
-
-    @property
-    def _all_bytes(self) -> int:
-        model = self.model
-        most = max(max(model.problem.memory.counts(s)) for s in range(model.num_stages))
-        kept = sum(model.saved_bytes)
-        kept += sum(flow.received_bytes + math.ceil(flow.returned_bytes) for flow in model.flows)
-        largest = max(model.workspace_bytes, default=0)
-        fixed = max(map(model.all_fixed_bytes, range(model.num_stages)))
-        return fixed + most * kept + largest
+            self.cp.add(total + workspace <= most)
 
     def _work(self, stage: int, seconds: tuple[float, ...]) -> Linear:
         speed = self.stages[stage].speed
@@ -160,30 +154,6 @@ class Loads:
         later = [negated(self.x.from_stage(v, stage + 1)) for v in self.model.flows[e].sinks]
         return self.x.implied(f"leaves{e}_{stage}", [[*here, part] for part in later])
 
-    def _passes(self, e: int, stage: int) -> Literal:
-        sinks = self.model.flows[e].sinks
-        if len(sinks) == 1:
-            return False
-        received = negated(self.received(e, stage))
-        later = [negated(self.x.from_stage(v, stage + 1)) for v in sinks]
-        return self.x.implied(f"passes{e}_{stage}", [[received, part] for part in later])
-
-    def _fan(self, e: int, stage: int) -> Linear:
-        sinks = self.model.flows[e].sinks
-        most = min(len(sinks), self.model.num_stages - 1 - stage)
-        if most <= 1:
-            return self.leaves(e, stage)
-        here = [negated(part) for part in self._not_source(e, stage)]
-        if any(part is False for part in here):
-            return 0
-        fan = self.cp.new_int_var(0, most, f"fan{e}_{stage}")
-        count = sum(self.received(e, t) for t in range(stage + 1, self.model.num_stages))
-        conditions = [part for part in here if part is not True]
-        added = self.cp.add(fan >= count)
-        if conditions:
-            added.only_enforce_if(conditions)
-        return fan
-
     # -- hops between two stages ---------------------------------------------------------------
 
     def _pair(self, e: int, near: int, far: int) -> Literal:
@@ -220,21 +190,15 @@ class Loads:
         near, far = min(hop), max(hop)
         if kind != "final" and far - near == 1 and self.chained[kind]:
             return True
-        cases = []
-        for e, flow in enumerate(self.model.flows):
-            if self._carries(hop, kind, flow):
-                here = self._not_source(e, near)
-                cases += [[*here, *self.x.elsewhere(v, far)] for v in flow.sinks]
+        carried = (e for e, one in enumerate(self.model.flows) if self._carries(hop, kind, one))
+        cases = [[negated(self.pair(e, near, far))] for e in carried]
         return self.x.implied(f"linked{near}_{far}_{kind}", cases)
-
-
-BITS = 34  # of the upper bound: products with a few hundred microbatches stay below 2**63
 
 
 class IntegerProgram:
     """One model for one upper bound; `solve` may be called again after `add_path`."""
 
-    def __init__(self, model: Model, upper: float, hint: tuple[int, ...] | None = None):
+    def __init__(self, model: Model, upper: float):
         from ortools.sat.python import cp_model
 
         self.model = model
@@ -250,8 +214,6 @@ class IntegerProgram:
                 self._bottleneck()
             else:
                 self._flush()
-        if hint is not None:
-            self.x.hint(hint)
         self.cp.minimize(self.time)
 
     def units(self, seconds: float) -> int:

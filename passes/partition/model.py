@@ -9,7 +9,6 @@ for very large problems, is not exact.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,12 +122,6 @@ class Model:
     def updated_bytes(self, copy: Copy, stage: int) -> float:
         """Bytes that it takes besides on the stage that updates it."""
         return copy.bytes * self._updated(stage) if copy.trainable else 0.0
-
-    def all_fixed_bytes(self, stage: int) -> int:
-        """All parameters, if every stage were as this one."""
-        copies = (self.held_bytes(c, stage) + self.updated_bytes(c, stage) for c in self.copies)
-        groups = (self.fixed_bytes(v, stage) for v in range(self.num_groups))
-        return math.ceil(sum(groups) + sum(copies))
 
     def _times(self, stage: int) -> float:
         """Bytes of a trainable parameter, with all that belongs to it, for each of its own."""

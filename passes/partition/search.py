@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.any_cut import AnyCut
-from pdcompile.passes.partition.bounds import bounding_cost, flush_costs, seed_paths, simple_bound
+from pdcompile.passes.partition.bounds import bounding_cost, flush_costs, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
@@ -109,10 +110,8 @@ def solve(
     budget: Budget,
     seed: int = 0,
     progress: Progress = lambda _: None,
-    *,
-    thorough: bool = True,
 ) -> Search:
-    """The best assignment that is found and the best bound; without `thorough` quick steps only.
+    """The best assignment that is found and the best bound.
 
     Raises InfeasibleError: constraints contradict each other.
     """
@@ -121,13 +120,12 @@ def solve(
     search.prove(simple_bound(model), "relaxation")
     allowed = Budget(CHAINS * budget.left, within=budget)
     search.cut = cut_of(model, lambda: allowed.late)
-    segments = cut_by_program(search)
-    if search.best is None and thorough:
+    cut_by_program(search)
+    if search.best is None:
         find_any(search)
-    quick = (_bound, move_groups)
-    for step in (*quick, prove) if thorough else quick:
+    for step in (_bound, move_groups, prove):
         if search.best is not None and not search.proved and not search.late:
-            step(search, segments)
+            step(search)
     return search
 
 
@@ -154,7 +152,7 @@ def any_assignment_of(
     return None if search.best is None else search.best.stage_of
 
 
-def cut_by_program(search: Search) -> Segments:
+def cut_by_program(search: Search) -> None:
     """Dynamic program: exact over all ideals when they are few, else a start.
 
     Large problems get a plan from a coarse model first, which is all where that finds one.
@@ -162,20 +160,16 @@ def cut_by_program(search: Search) -> Segments:
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:
         quick = contracted(model, FIRST, FIRST)
-        segments = Segments.build(quick, positions(quick))
-        run_program(search, segments, None)
+        run_program(search, Segments.build(quick, positions(quick)), None)
         if search.late and search.best is not None:
-            return segments
+            return
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, budget)
     if ideals is None and model.num_groups > FIRST and search.best is not None:
-        return segments
+        return
     segments = Segments.build(small, ideals or positions(small), complete=ideals is not None)
-    try:
+    with suppress(OutOfTimeError):
         run_program(search, segments, None if search.best is None else budget)
-    except OutOfTimeError:
-        return segments
-    return segments
 
 
 def run_program(search: Search, segments: Segments, budget: Budget | None) -> None:
@@ -221,14 +215,14 @@ def find_any(search: Search) -> None:
         search.offer(groups)
 
 
-def _bound(search: Search, _: Segments) -> None:
+def _bound(search: Search) -> None:
     """Bounds the objective along the heaviest path, and for any cut."""
     late, upper = (lambda: search.late), search.upper
     bound = straight_bound(search.model, search.bound, upper, late, search.cut)
     search.prove(min(bound, upper), "linear program over critical paths")
 
 
-def move_groups(search: Search, _: Segments) -> None:
+def move_groups(search: Search) -> None:
     """Moves groups of the best plan over a boundary, one or several, as long as that helps."""
     late = search.budget.spent + MOVING * search.budget.left
     best: tuple[int, ...] = ()
@@ -241,14 +235,12 @@ def move_groups(search: Search, _: Segments) -> None:
                 break
 
 
-def prove(search: Search, _: Segments | None = None) -> None:
+def prove(search: Search) -> None:
     """CP-SAT until the bound meets the best plan or time is up."""
     if _too_large(search.model) or search.upper <= 0:
         return
-    program = IntegerProgram(search.model, search.upper, search.groups)
+    program = IntegerProgram(search.model, search.upper)
     if search.problem.objective == "flush":
-        for path in seed_paths(search.model):
-            program.add_path(path)
         program.add_path(path_of(search.problem, search.model.items_of(search.groups)))
     while not search.proved and not search.late:
         limit = search.upper * (1 - 1e-7)  # nothing is said of what lies between this and upper

@@ -12,7 +12,7 @@ summed over all flows by one matrix multiplication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise, starmap
@@ -24,7 +24,7 @@ from pdcompile.cluster import Link, ring_seconds
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.model import Model
 from pdcompile.plan.evaluate import Deployment, Holding
-from pdcompile.problem import Item, StageLimits
+from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
 
 Matrix = NDArray[np.float64]
@@ -273,15 +273,12 @@ class _Features:
     def memory(self, model: Model, inside: NDArray[np.bool_]) -> tuple[Matrix, ...]:
         if self._memory is None:
             numbers = inside.astype(np.float64)
-            items = model.problem.items
 
-            def own(value: Callable[[Item], int]) -> Matrix:
-                each = [float(sum(value(items[i]) for i in group)) for group in model.members]
+            def own(each: Sequence[int]) -> Matrix:
                 return _difference(numbers @ np.array(each, dtype=np.float64))
 
-            trainable = own(lambda item: item.trainable_bytes)
+            trainable, frozen = own(model.trainable_bytes), own(model.frozen_bytes)
             owned = trainable.copy()
-            frozen = own(lambda item: item.parameter_bytes - item.trainable_bytes)
             for trained, total in ((True, trainable), (False, frozen)):
                 weight = np.array([c.bytes * (c.trainable is trained) for c in model.copies])
                 if weight.any():
@@ -289,7 +286,7 @@ class _Features:
                     total += weight.sum() - left @ self.copy_pattern.T
                     begun = np.array([inside[:, list(c.ends)].any(1) for c in model.copies])
                     owned += _difference(begun.T @ weight) * trained
-            saved = _difference(numbers @ np.array(model.saved_bytes, dtype=np.float64))
+            saved = own(model.saved_bytes)
             forward = np.array([float(flow.received_bytes) for flow in model.flows])
             backward = np.array([flow.returned_bytes for flow in model.flows])
             _, out, received, _, middle = self.seconds(forward, backward)

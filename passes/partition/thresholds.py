@@ -108,11 +108,6 @@ class Thresholds:
             self.clause([*listed, literal])
         return literal
 
-    def hint(self, stages: tuple[int, ...]) -> None:
-        for v, stage in enumerate(stages):
-            for s in range(self.lowest[v] + 1, self.highest[v] + 1) if self.possible else ():
-                self.cp.add_hint(self._x[v][s], stage >= s)
-
     def read(self, value: Callable[[Any], bool]) -> tuple[int, ...]:
         return tuple(
             self.lowest[v]

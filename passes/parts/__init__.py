@@ -24,7 +24,7 @@ from pdcompile.passes.stages.assemble import plan_of_cut
 from pdcompile.passes.stages.boundaries import place_eval, stage_of_ops
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.constraints import Split as Wished
-from pdcompile.problem.constraints import describe, smallest_conflict
+from pdcompile.problem.constraints import smallest_conflict
 
 StageOf = Callable[[], Mapping[str, int]]
 
@@ -101,14 +101,14 @@ def _refuse_conflict(capture: Capture, training: Training, cuts: tuple[Cut, Cut]
             fit = [repr(split) for split in FAMILIES if divides([*rest, split])]
             remedies += [f"split={' or '.join(fit)}"] if fit else []
         elif divides(rest):
-            remedies.append(f"leave out {describe(one)}")
+            remedies.append(f"leave out {one}")
     if not remedies:  # several conflicts
         kept: list[Wished | Split] = [*family]
         for one in given:
             kept += [one] if one not in kept and divides([*kept, one]) else []
-        gone = [describe(one) for one in given if isinstance(one, Wished) and one not in kept]
+        gone = [str(one) for one in given if isinstance(one, Wished) and one not in kept]
         remedies = [f"leave out {' and '.join(gone)}"]
-    named = [f"split={one!r}" if isinstance(one, str) else describe(one) for one in core]
+    named = [f"split={one!r}" if isinstance(one, str) else str(one) for one in core]
     together = f"limits that cannot hold together: {' and '.join(named)}; " * (len(core) > 1)
     raise ConfigError(
         f"{together}{cause.message}", where=cause.where, remedy=", or ".join(remedies)
@@ -160,7 +160,7 @@ def _refuse_unequal(training: Training) -> None:
     """Refuses microbatches whose samples parts cannot share equally."""
     batch, count, parts = training.batch_size, training.num_microbatches, training.most_parts
     shared = [f"split={training.split!r}"] * training.split.endswith("samples") + [
-        describe(Wished(*one)) for one in training.module_splits if one[1].endswith("samples")
+        str(Wished(*one)) for one in training.module_splits if one[1].endswith("samples")
     ]
     if shared and batch % (count * parts):
         fit = [m for m in range(1, batch + 1) if batch % (m * parts) == 0]

@@ -11,7 +11,7 @@ from pdcompile.errors import ConfigError
 from pdcompile.parts.shard import Split as Family
 from pdcompile.passes.coarsen.constraints import match
 from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes
-from pdcompile.problem.constraints import Split, describe
+from pdcompile.problem.constraints import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +47,26 @@ def asked(axes: Axes, splits: Sequence[Split], *, evaluates: bool) -> Asked:
     for one in splits:
         names: tuple[str, ...] = ()
         with suppress(ConfigError):  # of evaluation, which may not have it
-            names = tuple(graph.ops[i].name for i in match(graph, one.pattern))
+            names = tuple(graph.ops[i].name for i in match(graph, one.pattern, one))
         names = tuple(name for name in names if axes.ops[name].reason != WHOLE_STAGE)
         if not names and evaluates:
             continue
         if not names:
             raise ConfigError(
-                f"{describe(one)}: it runs on stages of one part alone",
-                where=describe(one),
+                f"{one}: it runs on stages of one part alone",
+                where=str(one),
                 remedy="leave it out, or Pin it to a stage of several parts",
             )
         for name in names:
             other = owner.setdefault(name, one)
             if other.axis != one.axis:
                 raise ConfigError(
-                    f"{describe(other)} and {describe(one)} are both of {name} "
-                    f"({axes.ops[name].op.source})",
-                    where=describe(one),
-                    remedy=f"leave out {describe(other)} or {describe(one)}",
+                    f"{other} and {one} are both of {name} ({axes.ops[name].op.source})",
+                    where=str(one),
+                    remedy=f"leave out {other} or {one}",
                 )
             if one.axis == "whole":
-                reason = f"{describe(one)} says so"
+                reason = f"{one} says so"
                 axes.ops[name] = replace(axes.ops[name], loops={}, reason=reason)
         each.append((one, names))
     return Asked(tuple(each))

@@ -21,7 +21,6 @@ from pdcompile.passes.parts.families import AT_REST, FAMILIES, divides
 from pdcompile.passes.parts.layout import SPREAD, WHOLE, Layout
 from pdcompile.passes.parts.local import has_function
 from pdcompile.problem.constraints import Split as Wished
-from pdcompile.problem.constraints import describe
 
 GROUPED_EXPERTS = "experts_implementation='grouped_mm' of a model of transformers"
 
@@ -126,7 +125,7 @@ def lay_out(
     """
     if splits and family == AT_REST:
         raise ConfigError(
-            f"split={family!r} holds slices of all weights, and {describe(splits[0])} others",
+            f"split={family!r} holds slices of all weights, and {splits[0]} others",
             where="split",
             remedy="split='samples' or another one",
         )
@@ -240,7 +239,7 @@ def _refuse(choice: Choice, found: Layouts) -> None:
 def _refuse_unmet(choice: Choice, wishes: Asked) -> None:
     """Refuses a constraint one of whose ops stays whole, or that finds no experts."""
     for one, names in wishes.fixed(choice.flops):
-        ops, text = [choice.axes.ops[name] for name in names], describe(one)
+        ops, text = [choice.axes.ops[name] for name in names], str(one)
         whole = [op for op in ops if choice.ways[op.op.name].axis is None]
         experts = any(choice.ways[name].axis in choice.kinds.experts for name in names)
         if not choice.flops.keys().isdisjoint(names):

@@ -25,6 +25,7 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chains import evenest
 from pdcompile.passes.partition.model import build, positions, single_moves
@@ -130,14 +131,10 @@ def preferred(
     objective, least = seconds_of(chosen.plan), seconds_of(known.plan)
     slower = objective > least * (1 + EQUAL)
     least = min(least, certificate.fastest_seconds or math.inf)
-    certificate = replace(
-        certificate,
-        objective_seconds=objective,
-        bound_seconds=min(certificate.bound_seconds, objective),
-        fastest_seconds=least if least < objective else None,
-        seconds=certificate.seconds + time.monotonic() - began,
+    certificate = replace(certificate, seconds=certificate.seconds + time.monotonic() - began)
+    certificate = claimed(
+        certificate, objective, certificate.bound_seconds, least if least < objective else None
     )
-    certificate = replace(certificate, status="optimal" if certificate.gap == 0 else "feasible")
     notes = (saving(known, chosen),) if slower else ()
     return tuple(chosen.plan.stage_of), certificate, notes
 

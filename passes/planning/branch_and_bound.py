@@ -4,9 +4,8 @@ First likely plans and a bound of every setting (schedule, microbatches, warm-up
 Then branch and bound.  A *branch* is a setting on some of the cluster's ranks with some replica
 counts; the branch of the least bound goes first.  Its bound is all work on all devices, that of its
 setting, then that of the dynamic program over ideals and replicas, then that of the candidate which
-comes next.  A branch of one rank a stage first has the sharper bounds and the candidate of
-`passes.partition.search`; where only the cut is open, this is the only branch, and that search goes
-on until its proof.  Models with too many ideals for that keep the bounds of their settings, and the
+comes next.  Where only the cut is open, one branch is all, and `passes.partition.search` goes on
+until its proof.  Models with too many ideals for that keep the bounds of their settings, and the
 boundaries of their best plan are moved as long as that helps.  Branches of ranks that hold several
 stages come after all others: their bound says less, and their candidates are likely cuts.  The
 search ends when no branch is left whose bound is below the best, or with what there is when its
@@ -23,15 +22,16 @@ from functools import partial
 from itertools import accumulate, count
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, InfeasibleError, PlanError
+from pdcompile.errors import ConfigError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition import partition
+from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.search import EQUAL, solve
+from pdcompile.passes.partition.search import EQUAL
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
 from pdcompile.passes.partition.space.no_plan import no_plan, too_large
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, near, neighbours
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, neighbours
 from pdcompile.passes.partition.space.search_branches import (
     Branch,
     branches,
@@ -44,7 +44,7 @@ from pdcompile.passes.planning.memory_limits import SCOPE, within_ledgers
 from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import EXACT, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
-from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, Training
 from pdcompile.plan.evaluate import Evaluation, measure
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
@@ -59,7 +59,6 @@ ALONE = 0.6  # of the time for one stage a rank, where ranks may hold several
 SETTLING = 0.9  # of the time; the rest is for moving groups of the best
 MAX_MOVES = 200  # of single groups, in the end
 GAIN = 1e-3  # relative, of a move whose plan takes long to make
-QUICK = 0.1  # of the time that is left, for the bounds of a branch of one rank a stage
 LITTLE = 1.0  # seconds, in which a plan may always be made
 WORTH = 0.03  # of a step: then one is made even if time is over
 PREFERRING, LONGEST = 0.15, 4.0  # of the time, at most so many seconds, for `border_cuts`
@@ -160,8 +159,7 @@ class PlanSearch:
         return "time was over" if begun and trials.over(until) else ""
 
     def improve(self) -> None:
-        """Move single groups of the best candidate over a boundary as long as that helps, and
-        first whole boundaries where there are too many groups."""
+        """Move groups of the best candidate over a boundary as long as that helps."""
         trials, left, moved = self.trials, MAX_MOVES, True
         gain = EXACT if trials.found and trials.quick(trials.best) else GAIN
         while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
@@ -178,7 +176,6 @@ class PlanSearch:
     def _next_to(self, best: Candidate) -> Iterator[Candidate]:
         prepared = self._prepared(best.setting.num_microbatches)
         decide = self.space.decides_recomputation
-        yield from near(prepared, self.space, self.cluster, best)
         yield from neighbours(prepared, self.cluster, best, decide=decide)
 
     def _unfinished(self, bound: float, branch: Branch | None, why: str) -> None:
@@ -203,11 +200,10 @@ class PlanSearch:
 
     def _open(self, branch: Branch) -> None:
         """Solve the branch, and try its most promising candidates."""
-        branch.sharpen()
-        problem = branch.straight_problem
-        if problem is not None and self._settled(branch, problem):
-            branch.bound = math.inf
+        if self.space.cut_alone:
+            self.proved, branch.bound = _best_cut(self, branch, branch.straight_problem), math.inf
             return
+        branch.sharpen()
         pipelines = branch.pipelines()
         bound = pipelines.bound() * branch.setting.scale
         if not (left_out := branch.left_out):
@@ -218,28 +214,12 @@ class PlanSearch:
         if bound == math.inf:
             branch.bound = math.inf
             return
-        for _ in range(PROBES if bound < self.trials.below else 0):
+        if bound >= self.trials.below:  # what its choices cost is told all the same
+            self.trials.offer(next(pipelines.candidates(lambda: math.inf), (0.0, None))[1])
+            return
+        for _ in range(PROBES):
             if branch.bound < math.inf:
                 self._next(branch)
-
-    def _settled(self, branch: Branch, problem: PartitionProblem) -> bool:
-        """True if the search of one rank a stage leaves nothing of the branch; bounds it too."""
-        if self.space.cut_alone:
-            self.proved = _best_cut(self, branch, problem)
-            return True
-        budget = Budget(self.budget.left * QUICK, within=self.budget)
-        try:
-            search = solve(problem, budget, self.seed, thorough=False)
-        except InfeasibleError:
-            return True
-        if search.best is None:
-            return search.impossible
-        bound = search.bound * (1 - 1e-12) * branch.setting.scale
-        branch.bound = max(branch.bound, bound)
-        fits = self.trials.offer(branch.straight(search.best.stage_of), now=True) <= 1
-        if search.proved and fits:
-            self.floor = min(self.floor, bound)
-        return search.proved and fits
 
     def _next(self, branch: Branch) -> None:
         assert branch.candidates is not None
@@ -271,17 +251,17 @@ class PlanSearch:
         (seconds, candidate), (fastest, other) = self.trials.chosen, self.trials.found[-1]
         setting = candidate.setting
         problem = self.prepared[setting.num_microbatches].problem
-        certificate = Certificate(
-            objective_seconds=seconds / setting.scale,
-            bound_seconds=min(self.floor, fastest) / setting.scale,
-            status="feasible",
-            prover=self._prover(setting),
-            seconds=self.budget.spent,
-            fastest_seconds=fastest / setting.scale if fastest < seconds else None,
-            scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
+        certificate = claimed(
+            replace(
+                NOT_CERTIFIED,
+                prover=self._prover(setting),
+                seconds=self.budget.spent,
+                scope=f"{problem.scope}; {scope_of(self.space, self.cluster)}",
+            ),
+            seconds / setting.scale,
+            min(self.floor, fastest) / setting.scale,
+            fastest / setting.scale if fastest < seconds else None,
         )
-        if certificate.gap == 0:
-            certificate = replace(certificate, status="optimal")
         notes = [*idle_ranks(self.cluster, candidate, certificate)]
         if fastest < seconds:
             notes.append(passed_over(self.trials, (seconds, candidate), (fastest, other)))

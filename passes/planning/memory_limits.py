@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pdcompile.errors import InfeasibleError, NotFoundError
+from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.plan import Certificate, Plan
 from pdcompile.problem import Partition, PartitionProblem
@@ -24,7 +25,7 @@ ATTEMPTS = 6
 CLOSE = 0.02  # relative: how near the least limit the search goes
 SECONDS = 10.0  # for all of it; a search that has begun is not broken off
 
-ROUNDS = 8
+ROUNDS, GENTLE = 16, 8  # in which limits fall, at first by no more than what is too much
 OTHER_WAYS = "microbatches, schedule or recomputation"
 SCOPE = "memory by the planner's formula and by the schedule's ledger"
 LOOSER = "a bound by the formula alone"
@@ -106,25 +107,22 @@ def _planned_within(problem: PartitionProblem, solve: Solve) -> tuple[Plan, Part
     first, partition = solve(problem)
     if first.forecast is None or not excess(problem, first):
         return first, partition
-    failure: InfeasibleError | None = None
-    # What a ledger has beyond the formula is kept free, which converges in a few rounds; then a
-    # limit falls by no more than the excess, which is slower, and gives less away.
-    for beyond_formula in (True, False):
-        plan, current, found = first, problem, partition
-        for _ in range(ROUNDS):
-            limits = {}
-            for s, over in excess(problem, plan).items():
-                limit = current.stages[s].memory_bytes or 0
-                held = min(limit, found.memory_bytes[s]) if beyond_formula else limit
-                limits[s] = max(0, held - over)
-            current = current.with_memory(limits)
-            try:
-                plan, found = solve(current)
-            except InfeasibleError as error:
-                failure = error
-                break
-            if not excess(problem, plan):
-                return replace(plan, certificate=_weaker(plan, first)), found
+    failure, plan, current, found = None, first, problem, partition
+    for n in range(ROUNDS):
+        limits = {}
+        for s, over in excess(problem, plan).items():
+            limit = current.stages[s].memory_bytes or 0
+            # What a ledger has beyond the formula is kept free where less does not do.
+            held = limit if n < GENTLE else min(limit, found.memory_bytes[s])
+            limits[s] = max(0, held - over)
+        current = current.with_memory(limits)
+        try:
+            plan, found = solve(current)
+        except InfeasibleError as error:
+            failure = error
+            break
+        if not excess(problem, plan):
+            return replace(plan, certificate=_weaker(plan, first)), found
     raise _over_ledgers(problem, first, excess(problem, first)) from failure
 
 
@@ -144,11 +142,8 @@ def excess(problem: PartitionProblem, plan: Plan) -> dict[int, int]:
 
 def _weaker(plan: Plan, first: Plan) -> Certificate:
     ours, loosest = plan.certificate, first.certificate
-    bound = min(loosest.bound_seconds, ours.objective_seconds)
-    certificate = replace(
-        _scoped(ours, LOOSER), bound_seconds=bound, seconds=ours.seconds + loosest.seconds
-    )
-    return replace(certificate, status="optimal" if certificate.gap == 0 else "feasible")
+    both = replace(_scoped(ours, LOOSER), seconds=ours.seconds + loosest.seconds)
+    return claimed(both, ours.objective_seconds, loosest.bound_seconds, ours.fastest_seconds)
 
 
 def _scoped(certificate: Certificate, words: str) -> Certificate:

@@ -18,6 +18,7 @@ from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import broken
+from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.planning.graph_free import straight_plan_of
 from pdcompile.passes.planning.memory_limits import excess, within_ledgers
 from pdcompile.passes.planning.solved_problem import extra_warmup, scaled, setting_of
@@ -57,7 +58,7 @@ def whatif(
     changed, training, cluster, notes = changed_problem(plan, change, now)
     answer = _solved(plan, changed, training, cluster, change.time_limit, progress)
     seconds = Evaluation(problem, stage_of).seconds  # an edited plan claims another objective
-    claim = _claim(plan.certificate, seconds, plan.certificate.bound_seconds)
+    claim = claimed(plan.certificate, seconds, plan.certificate.bound_seconds)
     before = straight_plan_of(problem, stage_of, claim, plan.training, now, plan)
     source = [f"times come from {plan.costs}, as those of the plan"] if plan.costs else []
     return before, answer, (*source, *notes)
@@ -101,16 +102,7 @@ def _solved(
     if own is None or own.certificate.objective_seconds >= claim.objective_seconds:
         return found
     seconds = own.certificate.objective_seconds
-    return replace(own, certificate=_claim(claim, seconds, claim.bound_seconds))
-
-
-def _claim(certificate: Certificate, seconds: float, bound: float) -> Certificate:
-    """A certificate of an objective and of a bound, which is optimal where they meet."""
-    bound = min(bound, seconds)
-    found = replace(
-        certificate, objective_seconds=seconds, bound_seconds=bound, fastest_seconds=None
-    )
-    return replace(found, status="optimal" if found.gap == 0 else "feasible")
+    return replace(own, certificate=claimed(claim, seconds, claim.bound_seconds))
 
 
 def _own_cut(
@@ -125,7 +117,7 @@ def _own_cut(
     evaluation = Evaluation(changed, stage_of)
     if broken(evaluation):
         return None
-    own = planned(stage_of, _claim(plan.certificate, evaluation.seconds, 0.0))
+    own = planned(stage_of, claimed(plan.certificate, evaluation.seconds, 0.0))
     return None if own.forecast is not None and excess(changed, own) else own
 
 
@@ -235,8 +227,8 @@ def _asked(wish: Wish) -> Constraint | None:
     """The constraint, with the stages that it is about in the changed problem."""
     found = read(wish.text)
     if isinstance(found, Pin):
-        return Pin(found.pattern, wish.pins[0][1]) if wish.pins else None
+        return Pin(found.patterns[0], wish.pins[0][1]) if wish.pins else None
     if isinstance(found, Forbid):
         stages = sorted({stage for _, stage in wish.forbidden})
-        return Forbid(found.pattern, *stages) if stages else None
+        return Forbid(found.patterns[0], *stages) if stages else None
     return found

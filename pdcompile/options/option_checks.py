@@ -12,7 +12,7 @@ from pdcompile.options.chosen_schedule import chosen_schedule
 from pdcompile.options.table import ROWS
 from pdcompile.options.values import Finding, refuse
 from pdcompile.plan import Plan
-from pdcompile.problem.constraints import Split, describe
+from pdcompile.problem.constraints import Split
 from pdcompile.schedule.registry import KINDS, allowed, find, flush_schedules, kind_of
 
 
@@ -54,8 +54,8 @@ def _contradictions(options: Options) -> Iterator[Finding]:
     split = next((one for one in options.constraints if isinstance(one, Split)), None)
     if split is not None and options.parts == 1:
         yield (
-            f"{describe(split)} divides nothing: a stage has one part",
-            f"say between how many ranks: parts=2 (--parts 2); or leave out {describe(split)}",
+            f"{split} divides nothing: a stage has one part",
+            f"say between how many ranks: parts=2 (--parts 2); or leave out {split}",
         )
     if options.updates == "home" and options.optimizer is None:
         message = "updates='home' says who makes updates, and optimizer=None makes none"

@@ -29,111 +29,103 @@ SplitAxis = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
+@dataclass(frozen=True, init=False, repr=False)
+class Constraint:
+    """Patterns that are bound, and numbers: of stages from 0, where −1 is the last one, or a count.
+
+    Raises:
+        ConfigError: something else was given, or too little.
+    """
+
+    patterns: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+    def _hold(
+        self,
+        patterns: tuple[str, ...],
+        numbers: tuple[int, ...] = (),
+        wanted: str = "",
+        least: int = 1,
+    ) -> None:
+        """Keep so many patterns at least, and the numbers that are `wanted`, in words."""
+        kind = type(self)
+        got: tuple[object, ...] = numbers
+        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
+        if whole and (not wanted or (numbers and (patterns or numbers[0] > 0))):
+            wanted, got = f"names of modules or ops, {least} or more", patterns
+            if len(patterns) >= least and all(isinstance(p, str) and p for p in patterns):
+                object.__setattr__(self, "patterns", patterns)
+                object.__setattr__(self, "numbers", numbers)
+                return
+        raise ConfigError(
+            f"{kind.__name__} needs {wanted}, got {got!r}",
+            remedy=f"such as {_parsed(kind, _EXAMPLES[kind])}, with names as in "
+            "model.named_modules(); the last stage is -1",
+        )
+
+    def __repr__(self) -> str:
+        """As a person would write it: ``Pin('h.0', 1)``."""
+        return f"{type(self).__name__}({', '.join(map(repr, (*self.patterns, *self.numbers)))})"
+
+
+class Pin(Constraint):
     """The ops that match run on stage `stage` (from 0; −1 is the last stage)."""
 
-    pattern: str
-    stage: int
-
-    def __post_init__(self) -> None:
-        _check_patterns(self, (self.pattern,))
-        if isinstance(self.stage, bool) or not isinstance(self.stage, int):
-            raise ConfigError(
-                f"Pin needs a stage number, got {self.stage!r}",
-                remedy=f"such as Pin({self.pattern!r}, 0), or -1 for the last stage",
-            )
+    def __init__(self, pattern: str, stage: int) -> None:
+        self._hold((pattern,), (stage,), "a stage number")
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class Together:
+class Together(Constraint):
     """All ops that match any of the patterns run on one stage: ``Together("wte", "lm_head")``."""
 
-    patterns: tuple[str, ...]
-
     def __init__(self, *patterns: str) -> None:
-        _check_patterns(self, patterns)
-        object.__setattr__(self, "patterns", patterns)
+        self._hold(patterns)
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class Apart:
+class Apart(Constraint):
     """No stage holds ops of two of the patterns: ``Apart("encoder", "decoder")``."""
 
-    patterns: tuple[str, ...]
-
     def __init__(self, *patterns: str) -> None:
-        _check_patterns(self, patterns)
-        if len(patterns) < 2:
-            raise ConfigError(
-                f"Apart needs two patterns or more, got {patterns!r}",
-                remedy='such as Apart("encoder", "decoder")',
-            )
-        object.__setattr__(self, "patterns", patterns)
+        self._hold(patterns, least=2)
 
 
-@dataclass(frozen=True, slots=True)
-class CutBefore:
+class CutBefore(Constraint):
     """A stage begins at the ops that match: all that they read is made on earlier stages."""
 
-    pattern: str
-
-    def __post_init__(self) -> None:
-        _check_patterns(self, (self.pattern,))
+    def __init__(self, pattern: str) -> None:
+        self._hold((pattern,))
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class CutAt:
+class CutAt(Constraint):
     """Stages begin and end only where a module that matches begins or ends: ``CutAt("h.*")``.
 
     Of modules inside each other that match, the outermost counts; several calls of one module
     have a border each. What runs between two borders stays on one stage.
     """
 
-    patterns: tuple[str, ...]
-
     def __init__(self, *patterns: str) -> None:
-        _check_patterns(self, patterns)
-        object.__setattr__(self, "patterns", patterns)
+        self._hold(patterns)
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class Forbid:
+class Forbid(Constraint):
     """The ops that match run on none of the stages: ``Forbid("embed", 0, -1)``.
 
     Stages count from 0, −1 is the last one; stage s runs on device s.
     """
 
-    pattern: str
-    stages: tuple[int, ...]
-
     def __init__(self, pattern: str, *stages: int) -> None:
-        _check_patterns(self, (pattern,))
-        if not stages or any(isinstance(s, bool) or not isinstance(s, int) for s in stages):
-            raise ConfigError(
-                f"Forbid needs stage numbers, got {stages!r}",
-                remedy=f"such as Forbid({pattern!r}, 0)",
-            )
-        object.__setattr__(self, "pattern", pattern)
-        object.__setattr__(self, "stages", stages)
+        self._hold((pattern,), stages, "stage numbers")
 
 
-@dataclass(frozen=True, slots=True)
-class MaxStages:
+class MaxStages(Constraint):
     """At most `count` stages hold anything: fewer where that is faster or all that fits."""
 
-    count: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ConfigError(
-                f"MaxStages needs a number from 1, got {self.count!r}",
-                remedy="such as MaxStages(4)",
-            )
+    def __init__(self, count: int) -> None:
+        self._hold((), (count,), "a number from 1", least=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+@dataclass(frozen=True, init=False, repr=False)
+class Split(Constraint):
     """The products of modules that match are divided along this axis wherever their stage is
     divided into parts, and other ops between them as suits: ``Split("h.*.mlp", "sequence")``.
 
@@ -141,27 +133,39 @@ class Split:
     computes all of it.  Where there is no product, every op that has the axis is divided.
     """
 
-    pattern: str
     axis: SplitAxis
 
-    def __post_init__(self) -> None:
-        _check_patterns(self, (self.pattern,))
-        if self.axis not in get_args(SplitAxis):
+    def __init__(self, pattern: str, axis: SplitAxis) -> None:
+        self._hold((pattern,))
+        object.__setattr__(self, "axis", axis)
+        if axis not in get_args(SplitAxis):
             raise ConfigError(
-                f"Split({self.pattern!r}, …) divides along no axis {self.axis!r}",
+                f"Split({pattern!r}, …) divides along no axis {axis!r}",
                 remedy=f"one of {', '.join(map(repr, get_args(SplitAxis)))}",
             )
 
+    @property
+    def pattern(self) -> str:
+        return self.patterns[0]
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+    def __repr__(self) -> str:
+        return f"Split({self.pattern!r}, {self.axis!r})"
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Placed(Constraint):
     """Each op, by its own name, runs on its stage: of ops that were written for stages, or whose
     tensors are there; not on the command line."""
 
-    stages: tuple[tuple[str, int], ...]
+    placed: tuple[tuple[str, int], ...]
 
+    def __init__(self, placed: tuple[tuple[str, int], ...]) -> None:
+        self._hold((), least=0)
+        object.__setattr__(self, "placed", placed)
 
-Constraint = Pin | Together | Apart | CutBefore | CutAt | Forbid | MaxStages | Split | Placed
+    def __repr__(self) -> str:
+        return f"the stages of {len(self.placed)} ops, which are fixed"
+
 
 #: the kinds by the names of their options on the command line
 KINDS: dict[str, type[Constraint]] = {
@@ -189,33 +193,8 @@ def smallest_conflict(limits: Sequence[T], holds: Callable[[Sequence[T]], bool])
     return tuple(core)
 
 
-def patterns_of(constraint: Constraint) -> tuple[str, ...]:
-    """The patterns of a constraint, in its order."""
-    if isinstance(constraint, Together | Apart | CutAt):
-        return constraint.patterns
-    if isinstance(constraint, MaxStages | Placed):
-        return ()
-    return (constraint.pattern,)
-
-
-def describe(constraint: Constraint) -> str:
-    """As a person would write it: ``Pin('h.0', 1)``."""
-    given: tuple[object, ...] = patterns_of(constraint)
-    if isinstance(constraint, Pin):
-        given = (*given, constraint.stage)
-    elif isinstance(constraint, Forbid):
-        given = (*given, *constraint.stages)
-    elif isinstance(constraint, Split):
-        given = (*given, constraint.axis)
-    elif isinstance(constraint, MaxStages):
-        given = (constraint.count,)
-    elif isinstance(constraint, Placed):
-        return f"the stages of {len(constraint.stages)} ops, which are fixed"
-    return f"{type(constraint).__name__}({', '.join(map(repr, given))})"
-
-
 def read(text: str) -> Constraint | None:
-    """The constraint of which `describe` gave this text; None where it is of none."""
+    """The constraint of this text; None where it is of none."""
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
@@ -229,15 +208,9 @@ def read(text: str) -> Constraint | None:
 def option(constraint: Constraint) -> tuple[str, str]:
     """Name and value of the command-line option that `parsed` reads as this constraint."""
     name = next(name for name, kind in KINDS.items() if type(constraint) is kind)
-    value = ",".join(patterns_of(constraint))
-    if isinstance(constraint, Pin):
-        value += f"={constraint.stage}"
-    elif isinstance(constraint, Split):
-        value += f"={constraint.axis}"
-    elif isinstance(constraint, Forbid):
-        value += f"={','.join(map(str, constraint.stages))}"
-    elif isinstance(constraint, MaxStages):
-        value = str(constraint.count)
+    after = (constraint.axis,) if isinstance(constraint, Split) else constraint.numbers
+    parts = (constraint.patterns, after)
+    value = "=".join(",".join(map(str, part)) for part in parts if part)
     return f"--{name.replace('_', '-')}", value
 
 
@@ -284,12 +257,4 @@ def _parsed(kind: type[Constraint], text: str) -> Constraint:
     numbers = [int(part) for part in stages.split(",")] if equals else []
     several = kind in (Together, Apart, CutAt)
     names = [part.strip() for part in (patterns.split(",") if several else [patterns])]
-    return kind(*names, *numbers)  # type: ignore[arg-type]
-
-
-def _check_patterns(constraint: object, patterns: tuple[str, ...]) -> None:
-    if not patterns or not all(isinstance(p, str) and p for p in patterns):
-        raise ConfigError(
-            f"{type(constraint).__name__} needs names of modules or ops, got {patterns!r}",
-            remedy="name a module as in model.named_modules(), such as 'transformer.h.0'",
-        )
+    return kind(*names, *numbers)

@@ -18,7 +18,7 @@ from pdcompile.parts.shard import Split as Family
 from pdcompile.passes.parts import in_parts
 from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.plan import Plan, Training
-from pdcompile.problem.constraints import describe, option, parsed, smallest_conflict
+from pdcompile.problem.constraints import option, parsed, smallest_conflict
 from tests.helpers.divided import batch_of, model_of
 from tests.helpers.launch import processes
 from tests.test_parts.test_experts import capture_of
@@ -123,7 +123,7 @@ def test_what_cannot_hold(
         gone = text.removeprefix("leave out ")
         if gone == text:
             continue
-        left = tuple((one.pattern, one.axis) for one in splits if describe(one) not in gone)
+        left = tuple((one.pattern, one.axis) for one in splits if str(one) not in gone)
         assert len(left) < len(splits)
         in_parts(captured(model), replace(training, **given | {"module_splits": left}))
 

@@ -100,16 +100,13 @@ def choices(candidate: Candidate) -> dict[str, str]:
 
 def describe(candidate: Candidate) -> str:
     """``2bw, 16 microbatches, 3 stages of 4-2-2 ranks, 1 recomputing``."""
-    widths = [option.replicas for option in candidate.options]
+    made, setting, stages = choices(candidate), candidate.setting, len(candidate.options)
     again = sum(option.recompute for option in candidate.options)
-    setting, stages = candidate.setting, len(candidate.options)
-    text = f"{choices(candidate)['schedule']}, "
-    text += f"{setting.num_microbatches} microbatch" + "es" * (setting.num_microbatches > 1) + ", "
-    where = f"{stages} stage" + "s" * (stages > 1)
-    if candidate.shared:
-        places = len(candidate.places)
-        where += f" on {places} place" + "s" * (places > 1)
-    each = f"{widths[0]} rank" + "s" * (widths[0] > 1) + " each" * (stages > 1)
-    where += f" of {each if len(set(widths)) == 1 else '-'.join(map(str, widths)) + ' ranks'}"
+    widths = made["replicas"]
+    each = f"{widths} rank" + "s" * (widths != "1")
+    several = " each" * (stages > 1 and widths.isdigit())
+    where = made["stages"].replace(str(stages), f"{stages} stage" + "s" * (stages > 1), 1)
+    pieces = f"{setting.num_microbatches} microbatch" + "es" * (setting.num_microbatches > 1)
+    text = f"{made['schedule']}, {pieces}, {where} of {each}{several}"
     recomputing = f", {'all' if again == stages else again} recomputing" if again else ""
-    return text + where + recomputing + ", updates at homes" * setting.homes
+    return text + recomputing + ", updates at homes" * setting.homes

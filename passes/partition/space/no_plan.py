@@ -300,7 +300,7 @@ def no_plan(
             remedy=f"{fewer}drop constraints",
         )
     # Two stages of a rank may suit its memory where no single one does.
-    most = _largest(cluster)
+    most = Seats(cluster, ()).largest
     if proved and most is not None and share > 1 and not space.sharing:
         return InfeasibleError(
             f"no plan of the space fits: the largest device has {format_bytes(most)} of memory, "
@@ -328,12 +328,6 @@ def no_plan(
     )
 
 
-def _largest(cluster: Cluster) -> int | None:
-    """Bytes of the largest device; None where one has no limit."""
-    limits = [device.memory_bytes for device in cluster.devices]
-    return None if None in limits else max(limit for limit in limits if limit is not None)
-
-
 def _least_share(
     problems: Mapping[int, PreparedProblem],
     cluster: Cluster,
@@ -343,7 +337,8 @@ def _least_share(
     """The least share of the largest device's memory that a plan needs by the formula, over all
     settings; of which one; and whether it is proved that no plan needs less, whichever devices it
     takes in which order."""
-    same = tuple(replace(one, memory_bytes=_largest(cluster)) for one in cluster.devices)
+    most = Seats(cluster, ()).largest
+    same = tuple(replace(one, memory_bytes=most) for one in cluster.devices)
     alike = replace(cluster, devices=same)
     best, what = math.inf, ""
     proved = not space.placement and all(one.complete for one in problems.values())

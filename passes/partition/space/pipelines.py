@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.alternatives import seconds_of
@@ -18,7 +18,6 @@ from pdcompile.passes.partition.model import (
     all_ideals,
     build,
     contracted,
-    fused,
     next_to,
     positions,
 )
@@ -308,30 +307,6 @@ def neighbours(
             if variant not in seen and not violations(prepared.problem, cluster, variant):
                 seen.add(variant)
                 yield variant
-
-
-def near(
-    prepared: PreparedProblem, space: SearchSpace, cluster: Cluster, candidate: Candidate
-) -> Iterator[Candidate]:
-    """The best cuts at any place near the boundaries of a candidate, on the same ranks."""
-    model, options = prepared.whole, candidate.options
-    if candidate.shared:
-        return
-    stages = [candidate.stage_of[members[0]] for members in model.members]
-    ends = [v for v, (a, b) in enumerate(pairwise(stages), start=1) if a != b]
-    reach = POSITIONS // max(len(ends), 1)
-    places = {p for end in ends for p in range(end - reach, end + reach) if 0 < p < len(stages)}
-    small = fused(model, sorted(places))
-    as_it_is = replace(
-        space, stages=len(options), in_order=False, placement=(),
-        replicas=tuple(option.replicas for option in options),
-    )  # fmt: skip
-    seats = Seats(cluster, tuple(rank for ranks in candidate.ranks for rank in ranks))
-    segments = Segments.build(small, positions(small))
-    menu = as_it_is.menu(as_it_is.counts(len(seats.ranks)))
-    yield from likely_cuts(
-        prepared, as_it_is, candidate.setting, seats, menu, len(options), segments
-    )
 
 
 def likely_cuts(

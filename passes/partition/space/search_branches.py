@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise, product
+from itertools import islice, product
 
 from pdcompile.cluster import Cluster, stage_limits
 from pdcompile.passes.partition.space.in_turn import SOME, StagesInTurn
@@ -52,29 +52,12 @@ class Branch:
         )
 
     @property
-    def straight_problem(self) -> PartitionProblem | None:
-        """The branch as a problem of one rank a stage; None where it has other candidates too.
-
-        Also where a message that skips stages may be faster than over all links on its way.
-        """
-        setting, ranks, problem = self.setting, self.seats.ranks, self.prepared.problem
-        space = self.space
-        if self.counts != (1,) or space.placement or set(space.recompute) != {False}:
-            return None
-        if not space.in_order:
-            alike = all(
-                inner.bytes_per_second >= outer.bytes_per_second
-                and inner.latency_seconds <= outer.latency_seconds
-                for inner, outer in pairwise(self.seats.cluster.levels)
-            )
-            if not alike or list(ranks) != sorted(ranks):
-                return None
-            problem = replace(problem, allow_empty=False, max_stages=None)
-        last = len(problem.stages) - 1
+    def straight_problem(self) -> PartitionProblem:
+        """The branch as a problem, where nothing but the cut of one rank a stage is open."""
+        setting = self.setting
         return replace(
-            problem,
-            stages=stage_limits(self.seats.cluster, ranks),
-            pins=tuple((i, len(ranks) - 1 if s == last else s) for i, s in problem.pins),
+            self.prepared.problem,
+            stages=stage_limits(self.seats.cluster, self.seats.ranks),
             memory=rule_of(setting, self.warmup),
             num_microbatches=setting.num_microbatches,
             objective=kind_of(setting.schedule).objective,

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,20 +38,12 @@ def arrangements(cluster: Cluster) -> tuple[tuple[tuple[int, ...], ...], bool]:
         return tuple(_all(tuple(map(tuple, classes.values())))), True
     every = range(len(cluster.devices))
     found = [tuple(every)]
-    for sign in (1, -1):
-        for rule in (_speed, _memory):
-            keys = {rank: sign * rule(cluster, rank) for rank in every}
-            found.append(tuple(sorted(every, key=keys.__getitem__)))
+    speeds = [device.speed for device in cluster.devices]
+    limits = [device.memory_bytes for device in cluster.devices]
+    memory = [math.inf if limit is None else float(limit) for limit in limits]
+    for sign, keys in product((1, -1), (speeds, memory)):
+        found.append(tuple(sorted(every, key=[sign * key for key in keys].__getitem__)))
     return tuple(dict.fromkeys(found)), False
-
-
-def _speed(cluster: Cluster, rank: int) -> float:
-    return cluster.devices[rank].speed
-
-
-def _memory(cluster: Cluster, rank: int) -> float:
-    limit = cluster.devices[rank].memory_bytes
-    return math.inf if limit is None else float(limit)
 
 
 def _all(classes: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, ...]]:
