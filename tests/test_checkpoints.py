@@ -93,7 +93,7 @@ def test_a_checkpoint_of_a_resumed_run_is_as_good(tmp_path: Path) -> None:
     ("saved", "schedule", "stages", "said"),
     [
         ("1f1b", "2bw", 2, "does not have all earlier weights"),
-        ("2bw", "1f1b", 3, "training goes on from the newest"),  # as it drains
+        ("2bw", "1f1b", 3, "training goes on without them"),  # as it drains
     ],
 )
 def test_a_note_says_which_weights_training_goes_on_from(

@@ -122,6 +122,17 @@ def test_replicas_recomputation_and_notes() -> None:
     assert not found.says_nothing
 
 
+def test_turns(tmp_path: Path, call: Call) -> None:
+    a = planned(chain(6), Cluster.local(2))
+    b = replace(a, stages=(replace(a.stages[0], turns=(0, 0)), *a.stages[1:]))
+    found = diff(a, b)
+    assert found.stages == (Changed("stages[0].turns", (), (0, 0)),)
+    assert not found.says_nothing
+    code, out, err = call("diff", *files(tmp_path, a, b))
+    assert code == 0, err
+    assert "stage 0 turns - 0, 0" in " ".join(out.split())
+
+
 def test_what_no_list_shows_is_said(tmp_path: Path, call: Call) -> None:
     a = planned(chain(6), Cluster.local(2))
     found = diff(a, replace(a, problem=None))

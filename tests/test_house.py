@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_678),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_656,
+        5_657,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
     "verify": (("passes/verify",), 1_512),
@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         3_684,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_007),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_138),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_140),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_938),
     "export": (("passes/export", "pdcompile/export"), 927),
 }

@@ -25,7 +25,7 @@ from pdcompile.passes.planning.by_speed import by_speed
 from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.planning.solved_problem import placed
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Plan
+from pdcompile.plan import Plan, TiedParameter
 from pdcompile.plan.times import times_of
 from pdcompile.plan.validate import validate
 from pdcompile.report.plan_table import explain as explain_text
@@ -33,7 +33,7 @@ from pdcompile.schedule.spec import PipelineSpec
 from pdcompile.schedule.turns import ahead, horizon, in_turn, share_of
 from tests.helpers.alike import CLOSE, COMMON, PLANNED, close
 from tests.helpers.launch import processes
-from tests.helpers.models import batch_for, loss_for, mlp
+from tests.helpers.models import batch_for, gpt, loss_for, mlp
 from tests.helpers.schedules import make_plan, plans, same_clock
 from tests.test_space.test_makespan import timed
 
@@ -303,6 +303,32 @@ def test_rescaled_updates_land_at_the_minimum_of_the_mean(
     assert float(sum(pipe.full_state_dict().values())) == pytest.approx(minimum, abs=1e-2)
 
 
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.usefixtures("one_capture_a_model")
+def test_a_tied_weight_has_the_rate_of_its_first_stage(replicas: tuple[int, int]) -> None:
+    """And an idle replica of that stage waits for no sum of a minibatch that has not begun."""
+    model = gpt(layers=1, width=8, heads=1, vocab=16, context=4)
+    x, y = batch_for(model, 2)
+    common: dict[str, Any] = {
+        "loss_fn": loss_for(model), "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "schedule": "async",
+    }  # fmt: skip
+    given = common | PLANNED | {"example_target": y}
+    plan = pdcompile.compile(deepcopy(model), x, replicas=replicas, **given).plan
+    assert plan.tied
+    turned = with_turns(plan, *((0, 0, 1) if count > 1 else () for count in replicas))
+    expected = pdcompile.reference(deepcopy(model), plan=turned, **common)
+    pipe = pdcompile.compile(model, x, plan=turned, **given)
+    for t in range(9):
+        x, y = batch_for(model, 2, t)
+        ours, theirs = (one.step(x, target=y) for one in (pipe, expected))
+        assert float(ours.loss) == float(theirs.loss)
+    pipe.flush()
+    torch.testing.assert_close(
+        pipe.full_state_dict(), expected.full_state_dict(), rtol=0.0, atol=0.0
+    )
+
+
 def test_rates_have_a_mean_of_one_over_replicas() -> None:
     plan = make_plan("async", 2, 1, replicas=(2, 1))
     plan = replace(plan, stages=(replace(plan.stages[0], turns=(0, 0, 0, 1)), plan.stages[1]))
@@ -315,9 +341,11 @@ def test_rates_have_a_mean_of_one_over_replicas() -> None:
 @given(st.data())
 def test_asynchronous_programs_are_proved_with_any_turns(data: st.DataObject) -> None:
     counts = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    tied = (TiedParameter("w", (0, len(counts) - 1), 1),)
     plan = make_plan(
-        "async", len(counts), 1, replicas=counts, clip=data.draw(st.sampled_from([None, 1.0]))
-    )
+        "async", len(counts), 1, replicas=counts, clip=data.draw(st.sampled_from([None, 1.0])),
+        tied=data.draw(st.sampled_from([(), tied])) if len(counts) > 1 else (),
+    )  # fmt: skip
     depths, depth = list[int](), 0
     for _ in counts:
         depth += data.draw(st.integers(0, 3))

@@ -148,7 +148,7 @@ def _cluster(plan: Plan) -> dict[str, Any]:
 
 
 def _stages(plan: Plan) -> dict[str, Any]:
-    shown = ("replicas", "ranks", "recompute", "forward_seconds", "backward_seconds")
+    shown = ("replicas", "ranks", "turns", "recompute", "forward_seconds", "backward_seconds")
     return {"stages": len(plan.stages)} | {
         f"stages[{stage.index}].{name}": getattr(stage, name)
         for stage in plan.stages

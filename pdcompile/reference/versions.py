@@ -176,11 +176,13 @@ def weight_ages(model: nn.Module, options: Options) -> dict[str, Age]:
 
 
 def learning_rates(options: Options, minibatch: int) -> dict[str, float]:
-    """Factor of the learning rate of each parameter in an update, where there is one."""
+    """Factor of the learning rate of each parameter in an update, where there is one: that of its
+    first stage, which steps it."""
     plan = options.plan
     if plan is None or not (options.linear_lr_scaling or plan.spec.rescales):
         return {}
-    return {n: plan.scale_of(s.index, minibatch) for s in plan.stages for n in s.parameters}
+    last_first = reversed(plan.stages)
+    return {n: plan.scale_of(s.index, minibatch) for s in last_first for n in s.parameters}
 
 
 def _by_stage(names: list[str], plan: Plan, age_of: list[Age]) -> dict[str, Age]:

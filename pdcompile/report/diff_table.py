@@ -107,7 +107,7 @@ def _stage(stage: int | None) -> str:
 
 def _shown(name: str, value: Any) -> str:
     """A fact in the unit that its name ends in."""
-    if value is None:
+    if value is None or value == ():
         return "-"
     if name in OF_UPDATES:
         return OF_UPDATES[name][1](value)

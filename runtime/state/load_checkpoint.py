@@ -232,7 +232,7 @@ class Loading:
         elif surplus:
             self.notes.append(
                 f"the checkpoint was saved under schedule {schedule}, with earlier weights that "
-                f"schedule {new} of this plan does not compute on: training goes on from the newest"
+                f"schedule {new} of this plan does not compute on: training goes on without them"
             )
         return not missing
 
