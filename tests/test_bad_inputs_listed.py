@@ -128,7 +128,7 @@ PLANNER: dict[str, Case] = {
         "Apart",
         with_options(constraints=[Together("layers.*"), Apart("layers.0", "layers.2")]),
     ),
-    "apart from nothing": ("CONFIG", "two patterns", lambda _: Apart("a")),
+    "apart from nothing": ("CONFIG", "2 or more, got", lambda _: Apart("a")),
     "cuts at nothing": ("CONFIG", "nothing", with_options(constraints=[CutAt("nothing.*")])),
     "forbidden everywhere": (
         "INFEASIBLE",

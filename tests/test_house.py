@@ -28,10 +28,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         9_411,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_678),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_680),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_657,
+        5_656,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
     "verify": (("passes/verify",), 1_512),

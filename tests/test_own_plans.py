@@ -92,11 +92,13 @@ def case(seed: int) -> Options:
     if kind is not None and (kind.usual > 1 or not kind.takes_replicas):
         replicas = r.choice((1, "equal")) if kind.takes_replicas else 1
     replicas = r.choice(((3, 1), (3, 1), (1, 2), (2, 1, 1))) if streams else replicas
+    dispatched = kind is not None and kind.dispatched  # replicas follow, on one host
+    replicas = 1 if dispatched else replicas
     count = sum(replicas) if isinstance(replicas, tuple) else r.choice((2, 3, 4))
     rate, latency = 10 ** r.uniform(8, 11), r.choice((0.0, 1e-5, 1e-3))
     rate, latency = (1e9, 1e-4) if streams else (rate, latency)
     levels = (Level("near", count, rate, latency, r.random() < 0.8),)
-    if count == 4 and r.random() < 0.4:
+    if count == 4 and r.random() < 0.4 and not dispatched:
         levels = (Level("near", 2, 10 * rate, latency), Level("far", 2, rate, latency))
     like = streams or r.random() < 0.7
     memory: Any = None if streams else r.choice((None, None, 120_000, 3e5))

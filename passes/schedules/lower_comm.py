@@ -479,12 +479,11 @@ class TiedSums:
         if not self.open[minibatch, edge]:
             self._post(minibatch, edge)
         del self.open[minibatch, edge]
-        for hop in self.part.hops.sums_in:
-            if hop.edge == edge:
-                self.part.wait(hop, minibatch, -1)
-        for hop in self.part.hops.sums_out:
-            if hop.edge == edge:
-                self.part.send(hop, minibatch, -1)
+        hops = self.part.hops
+        for hop in (one for one in hops.sums_in if one.edge == edge):
+            self.part.wait(hop, minibatch, -1)
+        for hop in (one for one in hops.sums_out if one.edge == edge):
+            self.part.send(hop, minibatch, -1)
         if self.part.spec.kind.stream:
             self.part.expect_weights(edge, minibatch)
 

@@ -148,9 +148,11 @@ def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Findin
     if len(set(counts)) > 1:
         message = f"rank {rank} holds stages {stages}, and stages have {counts} replicas"
         yield "stages", message, "as many replicas of every stage, or one rank for each stage"
+    kind = find(plan.training.schedule)
+    dispatched = kind is not None and kind.dispatched  # the ranks of stages begin elsewhere
+    own = [tuple(sorted(one)) if dispatched else one for one in plan.ranks]
     for rank, stages in shared.items():
-        first = sorted(plan.stages[stages[0]].ranks)
-        unlike = [s for s in stages if sorted(plan.stages[s].ranks) != first]
+        unlike = [s for s in stages if own[s] != own[stages[0]]]
         for s in unlike:
             message = f"rank {rank} holds stages {stages}, which are on other ranks besides: "
             message += f"{list(plan.stages[stages[0]].ranks)} and {list(plan.stages[s].ranks)}"
