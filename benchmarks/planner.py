@@ -2,8 +2,8 @@
 
     python benchmarks/planner.py [--only placement,pipedream,…] [--write PAGE]
 
-Sections: placement, pipedream, papers, piper, scale, own, real, auto, regret, parts, large,
-beside and random.
+Sections: placement, pipedream, papers, piper, scale, own, real, auto, regret, parts,
+parts_published, large, beside and random.
 Without --only all run, which takes an hour and a half on one core.  What is printed is kept in
 out/planner, so that --write can put together a page from sections that ran at different times
 (--only none: run nothing more); sections that did not run stay as the page has them.
@@ -39,6 +39,7 @@ SECTIONS = {
     "auto": "planning.auto",
     "regret": "planning.regret",
     "parts": "planning.parts",
+    "parts_published": "planning.parts_published",
     "large": "planning.large",
     "beside": "planning.beside",
     "random": "planning.agreement",

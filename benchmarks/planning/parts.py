@@ -2,8 +2,7 @@
 
 ``--parts any --replicas any --updates auto`` against stages x replicas x parts by each split and
 updates by hand, every device in use, on the same costs: as in section ``regret``, but with 1F1B and
-as many microbatches everywhere.  Last against the settings that others publish for Llama 2 70B on
-64 GPUs.
+as many microbatches everywhere.
 """
 
 from __future__ import annotations
@@ -46,18 +45,6 @@ CASES = (
     Case("Llama 7B", 2, 4, "a100-80", 80 * GB, NETWORK, 8),
     Case("Llama 13B", 4, 8, "a100-80", 80 * GB, NETWORK, 16),
 )
-
-
-#: of the performance summary of NVIDIA NeMo 24.07 (docs/source/performance), of
-#: torchtitan/models/llama3/train_configs/llama3_70b.toml ("a preset for 64 A100 GPUs", whose FSDP
-#: of the 8 groups is homes of updates here), and of Narayanan et al., 2021, arXiv 2104.04473, table
-#: 1, 76.1 billion parameters, on a quarter of its replicas
-PUBLISHED = {
-    "NeMo: TP 4, PP 4": {"stages": 4, "replicas": 4, "parts": 4},
-    "torchtitan: TP 8, FSDP 8": {"stages": 1, "replicas": 8, "parts": 8},
-    "Megatron-LM: TP 8, PP 4": {"stages": 4, "replicas": 2, "parts": 8},
-}
-OF_70B = Case("Llama 2 70B", 8, 8, "a100-80", 80 * GB, NETWORK, 128)
 
 
 def fixed(hosts: int, inside: int) -> Iterator[dict[str, Any]]:
