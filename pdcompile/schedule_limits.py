@@ -44,8 +44,11 @@ def unfit(
             why = f" {under}, where every microbatch is a minibatch with an update of its own"
             yield "microbatches", m, why, "one (microbatches=1), and smaller minibatches"
     for where in asked["updates"]:
-        why = f" {under}, where an update averages a minibatch of each replica"
-        yield "updates", where, why, "updates='every', or another schedule"
+        each = "is of one replica's minibatch alone" if kind.alone else (
+            "averages a minibatch of each replica"
+        )  # fmt: skip
+        remedy = "updates='every', or another schedule"
+        yield "updates", where, f" {under}, where an update {each}", remedy
     for replicas in asked["replicas"] if not kind.takes_replicas else ():
         if {*(replicas if isinstance(replicas, tuple) else (replicas,))} != {1}:
             why = f" {under}, where all stages run on one version of the weights: stages of unlike "

@@ -242,6 +242,7 @@ def test_the_planner_gives_faster_replicas_more(schedule: str, tmp_path: Path) -
     assert 0 < claim.bound_seconds <= claim.objective_seconds
     found = explain(plan)
     assert not found.edited
+    assert not plan.alternatives  # of replicas in turn alone
     assert found.objective_seconds == claim.objective_seconds
     if not plan.training.kind.stream:
         bare = tuple(replace(one, update_seconds=0.0) for one in plan.stages)

@@ -81,7 +81,9 @@ def with_turns(plan: Plan, least_seconds: float) -> Plan:
         status="optimal" if bound == best else "feasible",
     )  # fmt: skip
     was = f"{100 * (1 - best / claimed):.0f} % less than with each in turn"
-    return replace(found, certificate=certificate, notes=(*plan.notes, *_notes(found, was)))
+    notes = (*plan.notes, *_notes(found, was))
+    # Alternatives were priced with each replica in turn.
+    return replace(found, certificate=certificate, notes=notes, alternatives=())
 
 
 def _depths(plan: Plan, turns: Sequence[Pattern]) -> Iterator[tuple[int, ...]]:

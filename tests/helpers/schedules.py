@@ -136,8 +136,10 @@ def same_clock(found: float, plan: Plan, expected: float) -> bool:
 def rich(name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """Options of `make_plan` as a schedule can have them: None where it cannot."""
     kind = KINDS[name]
-    if ("replicas" in options and not kind.takes_replicas) or (
-        "tied" in options and not kind.one_age
+    if (
+        ("replicas" in options and not kind.takes_replicas)
+        or ("tied" in options and not kind.one_age)
+        or ("homes" in options and kind.updates_each)
     ):
         return None
     return {**options, "clip": options.get("clip") if kind.one_age else None}
