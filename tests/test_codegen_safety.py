@@ -122,7 +122,8 @@ def test_a_part_named_as_a_method_of_a_stage_trains(recompute):
         assert float(pipe.step(x, target=y).loss) == float(expected.step(x, target=y).loss)
 
 
-@settings(max_examples=5)
+@pytest.mark.slow
+@settings(max_examples=10)
 @given(st.text(min_size=1, max_size=20).filter(lambda n: "." not in n))
 def test_any_name_is_a_name(name):
     if hasattr(nn.Module(), name):

@@ -232,7 +232,7 @@ def test_int8_weights_take_a_byte_each() -> None:
     assert torch.equal(pipe.predict(ids), whole)
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_lora_trains_on_int8_and_gradients_cross_where_it_needs_them(first: int) -> None:
     """Equal to plain accumulation bit for bit; a stage before all LoRA parameters gets none."""
     model, ids = built()

@@ -27,6 +27,7 @@ from tests.helpers.schedules import make_plan, mutated
 from tests.test_check import programs_of
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree, checkpoints_fit
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 HOME = {"updates": "home", "microbatches": 4}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pdcompile.eager.optimizers import NamedParameters
 from pdcompile.errors import ConfigError
 from tests.helpers.launch import processes
 
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 COMMON: dict[str, Any] = {
     "loss_fn": kimi.loss_fn,
     "microbatches": 4,
@@ -62,6 +63,18 @@ def eager(made: torch.nn.Module, limit: float, replicas: int = 1) -> dict[str, t
     return dict(made.state_dict())
 
 
+@cache
+def clipped_and_free() -> tuple[dict[str, torch.Tensor], ...]:
+    """Weights in plain PyTorch with the limit and without one, and those of the reference."""
+    reference = pdcompile.reference(
+        model(), optimizer=partial(kimi.optimizer, limit=LIMIT),
+        schedule="1f1b", loss_fn=kimi.loss_fn, microbatches=4,
+    )  # fmt: skip
+    for x, y in BATCHES:
+        reference.step(x, target=y)
+    return eager(model(), LIMIT), eager(model(), 1e9), reference.state_dict()
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"schedule": "1f1b", "stages": 2}, {"schedule": "zb-h1", "stages": 2, "recompute": True}],
@@ -69,19 +82,12 @@ def eager(made: torch.nn.Module, limit: float, replicas: int = 1) -> dict[str, t
 )
 def test_clipped_as_in_plain_pytorch(options: dict[str, Any]) -> None:
     """One dense layer and four with experts; a clip that shrinks, by peaks of all microbatches."""
-    made = model()
-    expected, free = eager(copy.deepcopy(made), LIMIT), eager(copy.deepcopy(made), 1e9)
-    reference = pdcompile.reference(
-        copy.deepcopy(made), optimizer=partial(kimi.optimizer, limit=LIMIT),
-        schedule="1f1b", loss_fn=kimi.loss_fn, microbatches=4,
-    )  # fmt: skip
-    for x, y in BATCHES:
-        reference.step(x, target=y)
-    with compiled(made, **options) as pipe:
+    expected, free, reference = clipped_and_free()
+    with compiled(model(), **options) as pipe:
         for x, y in BATCHES:
             pipe.step(x, target=y)
         found = pipe.state_dict()
-    for name, value in reference.state_dict().items():
+    for name, value in reference.items():
         assert torch.equal(found[name], value), name
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=2e-5, rtol=2e-5)

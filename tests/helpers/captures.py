@@ -135,7 +135,10 @@ def _assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 #: modules whose models are told apart by what they print and their numbers
-KNOWN = (models.__name__, "tests.helpers.exported", "examples.gpt", "pdcompile.cli.self_test")
+KNOWN = (
+    *(models.__name__, "tests.helpers.exported", "examples.gpt", "examples.kimi"),
+    "pdcompile.cli.self_test",
+)
 _ONCE: dict[Any, tuple[Capture, nn.Module]] = {}
 
 
