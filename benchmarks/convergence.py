@@ -1,6 +1,6 @@
 """Does training with old weights converge?  Loss against samples, and against forecast time.
 
-    python benchmarks/convergence.py [--seeds 5] [--only bytes digits] [--jobs 2] [--write FILE]
+    python benchmarks/convergence.py [--seeds 5] [--first 0] [--only bytes digits] [--write FILE]
 
 `bytes`: a small GPT predicts the next byte of the standard library's source.  `digits`: a deep MLP
 on scikit-learn's digits.  Both are cut into four stages, trained for real by the pipeline in one
@@ -263,9 +263,11 @@ def draw(found: dict[str, dict[str, list[Curve]]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def measured(task: str, seeds: int, jobs: int, chosen: Collection[str]) -> dict[str, list[Curve]]:
+def measured(
+    task: str, seeds: Sequence[int], jobs: int, chosen: Collection[str]
+) -> dict[str, list[Curve]]:
     """The curves of all runs of a task, by name."""
-    cases = [(run, seed) for run in RUNS if run.name in chosen for seed in range(seeds)]
+    cases = [(run, seed) for run in RUNS if run.name in chosen for seed in seeds]
     runs, numbers = zip(*cases, strict=True)
     found: dict[str, list[Curve]] = {run.name: [] for run, _ in cases}
     with ProcessPoolExecutor(jobs) as pool:
@@ -299,13 +301,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options: dict[str, Any] = {"type": int, "metavar": "N"}
     parser.add_argument("--seeds", default=5, help="trainings of each kind (default 5)", **options)
+    parser.add_argument("--first", default=0, help="the first seed (default 0)", **options)
     parser.add_argument("--jobs", default=2, help="trainings at one time (default 2)", **options)
     names = [run.name for run in RUNS]
     parser.add_argument("--runs", nargs="+", choices=names, default=names, metavar="RUN")
     parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--write", type=Path, help="page to write, with its plot beside it")
     args = parser.parse_args(argv)
-    found = {task: measured(task, args.seeds, args.jobs, args.runs) for task in args.only}
+    seeds = range(args.first, args.first + args.seeds)
+    found = {task: measured(task, seeds, args.jobs, args.runs) for task in args.only}
     path = args.write or ROOT / "benchmarks" / "results" / "convergence.md"
     before = path.read_text() if path.exists() else ""
     text = page(found, args.seeds, path.with_suffix(".svg").name, before)

@@ -14,50 +14,18 @@ import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also as `python benchmarks/heavy_head.py`
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # also as `python benchmarks/heavy_head.py`
+from benchmarks.parts_forecast import launched, measure
+from examples.gpt import GPT
 
-import pdcompile  # noqa: E402
-from benchmarks.parts_forecast import Emulated, launched  # noqa: E402
-from benchmarks.side_by_side.waiting import sleep_precisely  # noqa: E402
-from examples.gpt import GPT, loss_fn  # noqa: E402
-from pdcompile.passes.costs import timing  # noqa: E402
-
-MICROBATCHES, STEPS = 12, 5
 CASES: list[dict[str, Any]] = [{"schedule": name} for name in ("gpipe", "1f1b", "zb-h1")]
 CASES += [{"schedule": "round", "stages": stages} for stages in (4, 5)]
-
-
-def measure(case: dict[str, Any], cluster: str, rate: float) -> None:
-    """One rank of a case; the first one prints its bubble, and seconds of a step by the forecast
-    and measured."""
-    timing.thread_time = time.perf_counter  # type: ignore[assignment]  # waits count
-    sleep_precisely()
-    torch.manual_seed(0)
-    model, ids = GPT(2, 16, 2, 16), torch.randint(256, (2 * MICROBATCHES, 16))
-    with Emulated(rate), pdcompile.compile(
-        model, ids, example_target=ids, loss_fn=loss_fn, microbatches=MICROBATCHES,
-        optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), cluster=cluster, verify="off",
-        progress=False, **case,
-    ) as pipe:  # fmt: skip
-        seconds = []
-        for _ in range(2 + STEPS):
-            began = time.perf_counter()
-            pipe.step(ids, target=ids).loss.item()
-            seconds.append(time.perf_counter() - began)
-        if int(os.environ["RANK"]) == 0:
-            found = pipe.plan.forecast
-            assert found is not None
-            print("STEP", found.bubble, found.step_seconds, median(seconds[2:]), flush=True)
 
 
 def main() -> None:
@@ -68,7 +36,8 @@ def main() -> None:
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        measure(json.loads(options.rank[0]), options.rank[1], options.rate)
+        case = {"microbatches": 12, **json.loads(options.rank[0])}
+        measure(case, options.rank[1], options.rate, lambda: GPT(2, 16, 2, 16), length=16)
         return
     with tempfile.TemporaryDirectory() as folder:
         cluster = f"{folder}/cluster.toml"
@@ -81,7 +50,7 @@ def main() -> None:
             text = launched(str(Path(__file__)), "--rate", str(options.rate),
                             "--rank", json.dumps(case), cluster, ranks=options.ranks)  # fmt: skip
             line = next(line for line in text.splitlines() if line.startswith("STEP"))
-            idle, *seconds = map(float, line.split()[1:])
+            *seconds, idle = map(float, line.split()[1:])
             print(f"| {named} | {100 * idle:.1f} % | {seconds[0]:.3f} s | {seconds[1]:.3f} s |")
 
 

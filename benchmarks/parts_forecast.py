@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -70,14 +72,23 @@ class Emulated(TorchDispatchMode):
         return result
 
 
-def measure(case: dict[str, Any], cluster: str, rate: float) -> None:
-    """One rank of a case; the first one prints the seconds of a step, forecast and measured."""
+def measure(
+    case: dict[str, Any], cluster: str, rate: float,
+    make: Callable[[], nn.Module] = lambda: GPT(4, 128, 4, 64), length: int = 64,
+) -> None:  # fmt: skip
+    """One rank of a case; the first one prints the seconds of a step, forecast and measured, and
+    the share in which ranks idle by the forecast.
+
+    Args:
+        length: tokens of a sample, of which there are two in each of the `microbatches`.
+    """
     timing.thread_time = time.perf_counter  # type: ignore[assignment]  # waits count
     sleep_precisely()
     torch.manual_seed(0)
-    model, ids = GPT(4, 128, 4, 64), torch.randint(256, (2 * MICROBATCHES, 64))
+    count = case.setdefault("microbatches", MICROBATCHES)
+    model, ids = make(), torch.randint(256, (2 * count, length))
     with Emulated(rate), pdcompile.compile(
-        model, ids, example_target=ids, loss_fn=loss_fn, microbatches=MICROBATCHES,
+        model, ids, example_target=ids, loss_fn=loss_fn,
         optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), cluster=cluster, verify="off",
         progress=False, **case,
     ) as pipe:  # fmt: skip
@@ -87,8 +98,9 @@ def measure(case: dict[str, Any], cluster: str, rate: float) -> None:
             pipe.step(ids, target=ids).loss.item()
             seconds.append(time.perf_counter() - began)
         if int(os.environ["RANK"]) == 0:
-            assert pipe.plan.forecast is not None
-            print("STEP", pipe.plan.forecast.step_seconds, median(seconds[2:]), flush=True)
+            found = pipe.plan.forecast
+            assert found is not None
+            print("STEP", found.step_seconds, median(seconds[2:]), found.bubble, flush=True)
 
 
 def launched(*arguments: str, ranks: int = RANKS) -> str:
@@ -126,7 +138,7 @@ def main() -> None:
             text = launched(str(Path(__file__)), "--rate", str(options.rate),
                             "--rank", json.dumps(case), cluster)  # fmt: skip
             line = next(line for line in text.splitlines() if line.startswith("STEP"))
-            forecast, measured = map(float, line.split()[1:])
+            forecast, measured = map(float, line.split()[1:3])
             print(f"| {named} | {forecast:.3f} s | {measured:.3f} s | {forecast / measured:.3f} |")
 
 

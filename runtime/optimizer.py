@@ -133,7 +133,7 @@ class Updater:
         self._shown = {(n, k): self._values()[n].get(k, _NOTHING) for n, k in self._before}
 
     def _versions(self, own: Collection[int]) -> list[int]:
-        """How often each parameter of other stages was written."""
+        """Count the writes to each parameter of other stages."""
         if self._homes is not None and self._homes.wholes:
             return []
         every = (one for group in self.optimizer.param_groups for one in group["params"])

@@ -26,16 +26,16 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_548),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_413,
+        9_412,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_680),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_656,
+        5_657,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
     "verify": (("passes/verify",), 1_512),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_958),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_957),
     "runtime": (("runtime",), 9_502),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

@@ -140,7 +140,7 @@ def test_what_a_step_would_find_otherwise_is_refused(options: dict[str, Any], ma
     [{}, pytest.param({"schedule": "interleaved+1", "stages": 4}, marks=pytest.mark.slow)],
 )
 def test_replicas_clip_by_the_largest_of_all(options: dict[str, Any]) -> None:
-    """In one process, where one of them makes the update; states are read between steps."""
+    """Replicas of one process share the update that one of them makes; states are read between."""
     made = model()
     expected = eager(copy.deepcopy(made), LIMIT, replicas=2)
     with compiled(made, **REPLICAS | options) as pipe:

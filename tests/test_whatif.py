@@ -19,7 +19,7 @@ from pdcompile.errors import ConfigError, InfeasibleError, PlanError, ScheduleEr
 from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.graph_free import ledgers_of, straight_plan_of
 from pdcompile.passes.planning.solved_problem import scaled
-from pdcompile.passes.planning.whatif import changed_problem, command
+from pdcompile.passes.planning.whatif import changed_problem
 from pdcompile.passes.planning.whatif import whatif as asked
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training
@@ -213,16 +213,6 @@ def test_pins_follow_the_last_stage() -> None:
     found = whatif(not_there, Scenario(devices="2")).problem
     assert found is not None
     assert found.forbidden == ()
-
-
-def test_the_command_divides_modules_as_before() -> None:
-    """A problem has nothing of how ops are divided: the command says it again."""
-    plan = planned(chain(8), Cluster.local(4), constraints=(Pin("layers.0", 0),))
-    words = ("TARGET", "--parts=2", "--split-of=layers.0=width", "--pin=layers.0=1")
-    found = command(replace(plan, command=words), plan, Scenario(), "new.json", "machines.toml")
-    assert "--split-of=layers.0=width" in found
-    assert "--pin=layers.0=0" in found
-    assert "--pin=layers.0=1" not in found
 
 
 @pytest.mark.slow

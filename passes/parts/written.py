@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
 
+from pdcompile.eager.autocast import DTYPES
 from pdcompile.ir.graph import (
     Argument,
     Attr,
@@ -37,8 +38,6 @@ from pdcompile.passes.parts.layouts import Layouts
 from pdcompile.passes.parts.local import Kwargs, as_function, local_op
 from pdcompile.passes.stages.naming import scope_of
 from pdcompile.passes.trace.assemble import with_consumers
-
-HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class _Layouts:
         """The dtype that autocast casts a weight to for an op, which is then gathered in fewer
         bytes; "" where it casts none: of products it casts all factors."""
         own, made = self.graph.tensors[operand.name].dtype, self.graph.values[op.name].dtype
-        casts = own == "float32" and made in HALF and is_product(op)
+        casts = own == "float32" and made in DTYPES and is_product(op)
         return made if casts else ""
 
     def _whole(self, operand: Operand) -> Value:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.planning.solved_problem import MOST_EXTRA, placed
 from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
@@ -57,7 +58,7 @@ def with_turns(plan: Plan, least_seconds: float) -> Plan:
         replace(stage, turns=own, paces=tuple(min(ours) / one for one in ours if own))
         for stage, own, ours in zip(plan.stages, turns, speeds, strict=True)
     )
-    best = claimed = plan.certificate.objective_seconds
+    best = in_turns = plan.certificate.objective_seconds
     found = plan
     for depths in dict.fromkeys(_depths(plan, turns)):
         other = replace(
@@ -75,12 +76,10 @@ def with_turns(plan: Plan, least_seconds: float) -> Plan:
                 best, found = seconds, replace(other, forecast=forecast)
     if found is plan:
         return plan
-    bound = min(plan.certificate.bound_seconds, least_seconds, best)
-    certificate = replace(
-        plan.certificate, objective_seconds=best, bound_seconds=bound, fastest_seconds=None,
-        status="optimal" if bound == best else "feasible",
-    )  # fmt: skip
-    was = f"{100 * (1 - best / claimed):.0f} % less than with each in turn"
+    certificate = claimed(
+        plan.certificate, best, min(plan.certificate.bound_seconds, least_seconds)
+    )
+    was = f"{100 * (1 - best / in_turns):.0f} % less than with each in turn"
     notes = (*plan.notes, *_notes(found, was))
     # Alternatives were priced with each replica in turn.
     return replace(found, certificate=certificate, notes=notes, alternatives=())

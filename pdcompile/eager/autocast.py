@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OFF = "off"
 # What files for GPUs say where their tensors are on the CPU.
 NO_CASTS = "on the CPU torch.autocast('cuda') casts nothing: dtypes are not those of a GPU"
-_DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16")
 
 
 def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
@@ -48,7 +48,7 @@ def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
     stated, _, dtype = name.partition(":")
     if stated in (HOST_KIND, GPU_KIND):
         device, name = stated, dtype
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise ConfigError(
             f"autocast={given!r} is not a dtype of an autocast region",
             remedy="None, 'bfloat16', torch.bfloat16, torch.float16, or torch.autocast(…)",

@@ -64,7 +64,7 @@ def warmup_of(in_flight: Sequence[int], num_stages: int, num_microbatches: int) 
 
 @lru_cache(maxsize=256)
 def order_of(schedule: str, works: tuple[Work, ...], num_stages: int) -> list[Turn]:
-    """What a rank does in one minibatch, by the work of its stages.
+    """List the turns of a rank in one minibatch, by the work of its stages.
 
     Warm-up 1 of 3 microbatches under 1F1B: F0 F1 B0 F2 B1 B2.
     """

@@ -307,7 +307,7 @@ class Plan:
         return any(stage.turns not in ((), in_turn(stage.replicas)) for stage in self.stages)
 
     def scale_of(self, stage: int, minibatch: int) -> float:
-        """What the learning rate of a stage's update of a minibatch is multiplied by."""
+        """Factor of the learning rate in a stage's update of a minibatch."""
         linear = self.training.linear_lr_scaling
         counts = self.stages[stage].replicas, self.stages[0].replicas
         return self.spec.rate(stage, minibatch) * (counts[0] / counts[1] if linear else 1.0)

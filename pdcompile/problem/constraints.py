@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from pdcompile.errors import ConfigError
 
@@ -64,7 +64,7 @@ class Constraint:
         )
 
     def __repr__(self) -> str:
-        """As a person would write it: ``Pin('h.0', 1)``."""
+        """The call that makes it: ``Pin('h.0', 1)``."""
         return f"{type(self).__name__}({', '.join(map(repr, (*self.patterns, *self.numbers)))})"
 
 
@@ -253,7 +253,7 @@ def _parsed(kind: type[Constraint], text: str) -> Constraint:
     if bool(equals) != (kind in (Pin, Forbid, Split)):
         raise ValueError(text)
     if kind is Split:
-        return Split(patterns.strip(), stages.strip())  # type: ignore[arg-type]
+        return Split(patterns.strip(), cast(SplitAxis, stages.strip()))
     numbers = [int(part) for part in stages.split(",")] if equals else []
     several = kind in (Together, Apart, CutAt)
     names = [part.strip() for part in (patterns.split(",") if several else [patterns])]

@@ -1,4 +1,4 @@
-"""Which stages share a rank, where ranks hold several."""
+"""Rules that say which stages share a rank, where ranks hold several."""
 
 from __future__ import annotations
 

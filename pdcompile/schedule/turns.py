@@ -7,12 +7,13 @@ one, then one for the second.  A replica that is not in it takes none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import lcm
 
 Pattern = tuple[int, ...]
 
 
+@cache
 def in_turn(count: int) -> Pattern:
     """Each of so many replicas once."""
     return tuple(range(count))
@@ -60,7 +61,7 @@ def longest_gap(turns: Pattern) -> int:
 
 
 def ahead(turns: Pattern, microbatches: Sequence[int], warmup: int) -> tuple[int, ...]:
-    """How many forwards of a replica come before each of its backwards, where replicas take unlike
+    """Count the forwards of a replica before each of its backwards, where replicas take unlike
     turns; empty: its warm-up and one, then one more each time.
 
     All replicas of a stage follow one order of its microbatches, each as far as it takes them:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 
 import pdcompile
 from examples.gpt import GPT, loss_fn
-from pdcompile import driver
+from pdcompile import driver, layout_search
 from pdcompile.batch.call import example_call
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.driver import build
 from pdcompile.errors import ConfigError, InfeasibleError, LaunchError
+from pdcompile.layout_search import LayoutSearch
 from pdcompile.options import Options
 from pdcompile.options.layouts import SPLITS, layouts, named
+from pdcompile.pass_runner import Listener
 from tests.helpers.launch import processes
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree
 
@@ -51,6 +54,27 @@ def planned(cluster: Cluster, width: int = 512, **options: Any) -> Compiled:
     given = {"loss_fn": loss_fn, "costs": "estimated", "cluster": cluster, "microbatches": 2,
              "verify": "off", "optimizer": torch.optim.SGD, "progress": False}  # fmt: skip
     return build(model, example_call(model, ids, ids), Options.given({**given, **options}))
+
+
+def test_layouts_leave_their_time_to_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is impossible takes none, one that searches what it took; each has enough for a
+    first plan."""
+    clock = [0.0]
+    monkeypatch.setattr(layout_search.time, "monotonic", lambda: clock[0])
+
+    def limits(seconds: list[float]) -> Iterator[float | None]:
+        given = [Options.given({"parts": 2, "time_limit": 60.0})] * len(seconds)
+        search = LayoutSearch(True, Listener())
+        for one, spent in zip(search.turns(given), seconds, strict=True):
+            yield one.time_limit
+            with search.trying(one):
+                if spent > 0:
+                    search.check(1.0)
+                    clock[0] += spent
+                raise ConfigError("impossible")
+
+    assert [*limits([0.0, 8.0, 8.0, 8.0])] == [30 / 4, 30 / 3, 22 / 2, 14]
+    assert [*limits([5.0] * 20)] == [5.0] * 20  # 100 s, of 30
 
 
 def test_layouts_stay_inside_the_innermost_links() -> None:
