@@ -6,7 +6,7 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -289,20 +289,26 @@ class Worker:
             feed, microbatch, version,
             lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
         )  # fmt: skip
-        sent = {port.value: edge for port, edge in wiring.outputs if edge is not None}
-        if not feed.keep_outputs:
-            values = {name: value for name, value in values.items() if name in sent}
-        written: set[int] = set()
-        if values:
-            self._weights_at = self._weights_at or self.weights.memories(parameters=True)
-            written = self._weights_at | self.weights.memories(parameters=False)
-        kept = {name: _apart(value, written) for name, value in values.items()}
-        for name, edge in sent.items():
-            key = wiring.kind, edge, minibatch, microbatch
-            self._outgoing[key] = [kept[name]] * wiring.fan_out[edge]
+        outputs: dict[str, Tensor] = {}
+        for port, edge in wiring.outputs:
+            if edge is None and not feed.keep_outputs:
+                continue
+            outputs[port.value] = value = self._apart(values[port.value])
+            if edge is not None:
+                key = wiring.kind, edge, minibatch, microbatch
+                self._outgoing[key] = [value] * wiring.fan_out[edge]
         if feed.keep_outputs:
-            feed.outputs[microbatch] = kept
+            feed.outputs[microbatch] = outputs
         feed.leaves[microbatch] = {}
+
+    def _apart(self, value: Tensor) -> Tensor:
+        """A result of the stage, copied where it is a view of the stage's own tensors."""
+        if self._weights_at is None:
+            self._weights_at = self.weights.memories(parameters=True)
+        value, memory = value.detach(), memory_of(value)
+        if memory in self._weights_at or memory in self.weights.memories(parameters=False):
+            return value.clone()
+        return value
 
     def _backward(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
@@ -370,12 +376,6 @@ _OF_ACTION: dict[Action, _Run] = {
     Action.TELL_LOSS: lambda one, ins: one.losses.tell(one.base + ins.minibatch, ins.peer),
     Action.HEAR_LOSS: lambda one, ins: one.losses.hear(one.base + ins.minibatch, ins.peer),
 }
-
-
-def _apart(value: Tensor, written: Collection[int]) -> Tensor:
-    """A result of a stage, copied where it is a view of the stage's own tensors."""
-    value = value.detach()
-    return value.clone() if memory_of(value) in written else value
 
 
 def run_together(

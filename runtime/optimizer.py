@@ -21,6 +21,7 @@ Scale = Callable[[int, int], float]  # of the learning rate: of a stage, of a mi
 _Place = tuple[int, str]  # of `Updater._values`: which dict, and the key in it
 _SHARED = frozenset(("params", "param_groups", "state"))
 _NOTHING = object()
+_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
 
 
 class Updater:
@@ -112,7 +113,7 @@ class Updater:
             _set_gradients(given)
             self._enter(stage)
             before = [dict(values) for values in self._values()]
-            written = copy.deepcopy(chosen)
+            written = [copy.deepcopy(_writable(one)) for one in chosen]
             others = self._versions(own)
             self.optimizer.step()
             if self._versions(own) != others:
@@ -201,13 +202,24 @@ def _carry_over(
 ) -> None:
     """Copy into the groups what the optimizer wrote in place into values of a snapshot of them."""
     for then, now, live in zip(before, after, present, strict=False):
-        for key, value in now.items():
-            if key not in live or difference(snapshot(then[key]), value, key, torch.equal) is None:
+        for key, was in then.items():
+            value = now[key]
+            if key not in live or difference(snapshot(was), value, key, torch.equal) is None:
                 continue
             if isinstance(value, Tensor) and isinstance(live[key], Tensor):
                 live[key].copy_(value)
             elif isinstance(value, list | dict):
                 live[key] = copy.deepcopy(value)
+
+
+def _writable(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that can be written in place, and not only be replaced: not numbers, texts, or tuples
+    of them."""
+    return {
+        key: value
+        for key, value in values.items()
+        if not {type(one) for one in (value if type(value) is tuple else (value,))} <= _PLAIN
+    }
 
 
 def _set_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:

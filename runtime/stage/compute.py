@@ -102,9 +102,10 @@ class Compute:
         device: RankDevice, scale: LossScale | None,
     ) -> None:  # fmt: skip
         self._stage, self._weights, self._device, self._scale = stage, weights, device, scale
-        self._stage_run = StageRun(stage, streams, self._region)
         self._autocast = compiled.plan.training.autocast
         self._makes = compiled.makes_tensors(stage)  # of nothing
+        plain = self._autocast is None and not self._makes
+        self._stage_run = StageRun(stage, streams, nullcontext if plain else self._region)
         self._whole = bool(compiled.interfaces[stage].opaque)  # its backward cannot be split
         self._recomputes = bool(compiled.plan.stages[stage].recompute)
         self._written = compiled.written_buffers(stage)
