@@ -124,7 +124,7 @@ class Worker:
         self.feeds: dict[int, Feed] = {}
         loss_dtype = "float32" if train.loss is None else train.values[train.loss].dtype
         self.losses = Losses(self, getattr(torch, loss_dtype), device)
-        self._compute, self._device, self.base = compute, device, 0
+        self.compute, self._device, self.base = compute, device, 0
         self._tied, self._reach, self._hops = (
             plan.tied,
             plan.spec.reach,
@@ -184,7 +184,7 @@ class Worker:
             self.feeds.pop(minibatch, None)
             self.weights.abandon(minibatch)
         mine = self._receiving, self._arrived, self._outgoing, self._sending
-        for part in (*mine, self._compute.flights):
+        for part in (*mine, self.compute.flights):
             part.clear()
         self.norms.abandon()
         if self.replicas is not None:
@@ -285,7 +285,7 @@ class Worker:
         wiring = feed.wiring
         if wiring.training:
             version = self.weights.version_of(minibatch, ins.lag)
-        values = self._compute.forward(
+        values = self.compute.forward(
             feed, microbatch, version,
             lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
         )  # fmt: skip
@@ -312,7 +312,7 @@ class Worker:
 
     def _backward(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
-        sent = self._compute.backward(
+        sent = self.compute.backward(
             self.feeds[minibatch],
             microbatch,
             self.weights.version_of(minibatch, ins.lag),
@@ -325,7 +325,7 @@ class Worker:
     def _backward_weight(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
         version = self.weights.version_of(minibatch, ins.lag)
-        self._compute.backward_weight(self.feeds[minibatch], ins.microbatch, version)
+        self.compute.backward_weight(self.feeds[minibatch], ins.microbatch, version)
 
     def _step(self, ins: Instruction) -> None:
         assert self.updater is not None

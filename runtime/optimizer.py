@@ -40,7 +40,8 @@ class Updater:
         homes: Homes | None = None,
     ) -> None:  # fmt: skip
         """`scale`: what the learning rates of an update are multiplied by; None: 1."""
-        self.optimizer, self._homes = optimizer, homes
+        self.optimizer = optimizer
+        self._homes = homes if homes is not None and homes.wholes else None
         self._scale = scale
         for group in optimizer.param_groups if scale is not None else ():
             if "lr" not in group:
@@ -131,11 +132,12 @@ class Updater:
         for group, now, then in zip(groups, present, chosen, strict=False):
             # What the optimizer itself changed (a step count of its own) stays.
             group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
-        self._shown = {(n, k): self._values()[n].get(k, _NOTHING) for n, k in self._before}
+        values = self._values()
+        self._shown = {(n, k): values[n].get(k, _NOTHING) for n, k in self._before}
 
     def _versions(self, own: Collection[int]) -> list[int]:
         """Count the writes to each parameter of other stages."""
-        if self._homes is not None and self._homes.wholes:
+        if self._homes is not None:
             return []
         every = (one for group in self.optimizer.param_groups for one in group["params"])
         return [one._version for one in every if id(one) not in own]

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from pdcompile.batch import FlatCall
+from pdcompile.batch import FlatCall, microbatch_sizes
 from pdcompile.compiled import Compiled
 from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.randomness import one_thread, preserved_rng
@@ -94,6 +94,7 @@ class Session(Guarded):
         if world is not None:
             self.state.discard_others(keep=self.options.held)
         self._adopt()
+        self._compile_ahead()
         # On all ranks, which are to refuse a write alike, whoever holds the values.
         tied = [one.fqn for one in plan.tied] if world is not None else []
         self._watch = ModelWatch(model, options.loss_fn, compiled, tied, several=world is not None)
@@ -101,6 +102,17 @@ class Session(Guarded):
         self.end_call()
         if self._log is not None:
             self._log.enter(Outside.PROGRAM)
+
+    def _compile_ahead(self) -> None:
+        """Compile the stages of this rank for the example's microbatches, while others do theirs."""
+        if self.world is None or self.streams.backend is None or self.beside is not None:
+            return  # alone nobody waits; and parts would talk to each other
+        layout, count = self.compiled.layout, self.plan.training.num_microbatches
+        sizes = microbatch_sizes(layout.size, count) if layout.splits else [layout.size]
+        with _running(self):
+            for worker in self.workers:
+                for size in dict.fromkeys(sizes):
+                    worker.compute.compile_ahead(self.wirings[worker.stage, True], size)
 
     # -- running -----------------------------------------------------------------------------
 

@@ -157,3 +157,48 @@ def test_replicas_and_parts_on_ranks(tmp_path: Path) -> None:
     run = processes(COMMON + RANKS, 2, tmp_path, json.dumps(settings))
     agree(run, len(settings))
     assert "recompile_limit" not in run.output
+
+
+AHEAD = """
+    import sys
+    import torch
+    import pdcompile
+    from tests.test_compiled_stages import BATCHES, Model
+
+    def backend(graph, inputs):
+        made.append([tuple(one.shape) for one in inputs])
+        return graph.forward
+
+    def trained(compiler):
+        torch.manual_seed(0)
+        model = Model()
+        model.c.weight.register_hook(lambda gradient: seen.append(gradient))
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        state = torch.get_rng_state()
+        pipe = pdcompile.compile(
+            model, BATCHES[0], microbatches=4, costs="estimated", verify="off", schedule=sys.argv[1],
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), stage_compiler=compiler,
+        )
+        with pipe:
+            pipe.prepare()
+            ahead = len(made)
+            own = pipe.state_dict()
+            assert all(torch.equal(one, before[name]) for name, one in own.items()), "written"
+            assert all(one.grad is None for one in pipe.parameters()), "gradients"
+            assert not seen and torch.equal(state, torch.get_rng_state())
+            losses = [float(pipe.step(BATCHES[0]).loss) for _ in range(3)]
+        assert len(made) == ahead and bool(made) == (compiler is not None), made
+        return losses
+
+    made, seen = [], []
+    plain = trained(None)
+    seen.clear()
+    found = trained(backend)
+    print(f"AGREE {plain == found} {plain} {found}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.slow)])
+def test_ranks_compile_ahead(tmp_path: Path, schedule: str) -> None:
+    """Before the first step, and nothing else comes of it: what they train is what eager trains."""
+    agree(processes(AHEAD, 2, tmp_path, schedule), 2)

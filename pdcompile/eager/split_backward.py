@@ -197,14 +197,12 @@ class _Graph:
 
     def _ends(self, early: set[Node]) -> dict[Node, set[Node | None]]:
         """Early nodes whose edges lead, by others, to each leaf that comes later."""
-        ends: dict[Node, set[Node | None]] = {node: set() for node in self.following}
-        for node in self.roots:
-            if node not in early:
-                ends[node].add(None)
+        ends: dict[Node, set[Node | None]] = {n: {None} for n in self.roots if n not in early}
         for node, following in self.following.items():
+            mine = {node} if node in early else ends[node]
             for one in following:
                 if one not in early:
-                    ends[one] |= {node} if node in early else ends[node]
+                    ends[one] = ends[one] | mine if one in ends else mine
         return {leaf: ends[leaf] for leaf in self.leaves if leaf not in early}
 
 

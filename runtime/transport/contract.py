@@ -180,7 +180,7 @@ def check_tensor(tensor: object, expected: Expected, what: str) -> None:
     """Raise ContractError unless a stage made what the plan says (an edited stage may not)."""
     if not isinstance(tensor, Tensor):
         raise ContractError(f"{what} is a {type(tensor).__name__}, not a tensor")
-    if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         raise ContractError(
             f"{what} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, planned was "
             f"{dtype_name(expected.dtype)} {expected.shape}",
