@@ -52,7 +52,14 @@ from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import verify
 from pdcompile.passes.verify.full_batch import notes_on_microbatches
 from pdcompile.plan import Plan
-from pdcompile.planner import Planner, after_wider, check_refine, why_not_timed
+from pdcompile.planner import (
+    Planner,
+    after_wider,
+    check_refine,
+    compiled_forecast,
+    times_compiled,
+    why_not_timed,
+)
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.user_plans import (
@@ -179,12 +186,17 @@ def run_passes(
     captured = boundaries.as_planned(captured, plan)
     sources = step("sources", lambda: codegen.generate(captured, plan))
     sources = user_sources(options, sources)
+    if times_compiled(options, model):
+        size = _largest(layout, plan)
+        given = captured.train, plan, sources, model, resize(flat, layout, size).leaves
+        plan = step("compiled", lambda: compiled_forecast(*given, size, options.stage_compiler))
     verification = None if options.verify == "off" or captured.kept else step(
         "verified",
         lambda: verify(
             captured, plan, sources, model, flat, layout, options.loss_fn,
             mode="full" if options.verify == "full" else "auto",
             loss_reduction=options.loss_reduction,
+            backend=options.stage_compiler if options.verify == "full" else None,
         ),
     )  # fmt: skip
     if options.alone and plan.training.parts != 1:

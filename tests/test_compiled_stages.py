@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.eager.stage_compiler import compile_in_place
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, VerifyError
 from pdcompile.parts import conversions
 from pdcompile.problem.constraints import CutBefore
 from tests.helpers.launch import processes
@@ -202,3 +203,48 @@ AHEAD = """
 def test_ranks_compile_ahead(tmp_path: Path, schedule: str) -> None:
     """Before the first step, and nothing else comes of it: what they train is what eager trains."""
     agree(processes(AHEAD, 2, tmp_path, schedule), 2)
+
+
+def verified(compiler: Any) -> str:
+    """What verify="full" says of a model's stages."""
+    torch.manual_seed(0)
+    with pdcompile.compile(
+        Model(), BATCHES[0], cluster=pdcompile.Cluster.local(2), microbatches=4, costs="estimated",
+        verify="full", stage_compiler=compiler,
+    ) as pipe:  # fmt: skip
+        return str(pipe.prepare()._running.compiled.verification)
+
+
+def test_verify_compares_compiled_stages() -> None:
+    """Within rounding, and notices a backend that computes something else."""
+    assert "the stages, compiled by aot_eager, equal eager up to rounding" in verified("aot_eager")
+
+    def wrong(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *given: tuple(one * 1.01 for one in module.forward(*given))
+
+    with pytest.raises(VerifyError, match="compiled by wrong, differ from the model"):
+        verified(wrong)
+
+
+def test_forecast_is_of_compiled_stages() -> None:
+    """They are timed once more as they will run: here each takes 20 ms more than as it is."""
+    torch.manual_seed(0)
+
+    def slow(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*given: Any) -> Any:
+            end = time.thread_time() + 0.02  # what is timed is work, not sleep
+            while time.thread_time() < end:
+                pass
+            return module.forward(*given)
+
+        return run
+
+    with pdcompile.compile(
+        Model(), BATCHES[0], cluster=pdcompile.Cluster.local(2), microbatches=4, verify="off",
+        stage_compiler=slow, progress=False,
+    ) as pipe:  # fmt: skip
+        plan = pipe.prepare().plan
+    assert plan.forecast is not None
+    assert plan.forecast.step_seconds > 4 * 0.02
+    assert max(one.forward_seconds for one in plan.stages) < 0.02  # costs that the cut is of
+    assert sum("stages compiled by slow measured" in note for note in plan.notes) == 1

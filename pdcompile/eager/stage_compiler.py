@@ -21,6 +21,11 @@ Backend = str | Callable[..., Any]
 _CONVERSIONS = conversions.__name__
 
 
+def name_of(backend: Backend | None) -> str:
+    """The backend in words, "" for none."""
+    return backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, as a place where compiled code stops and goes on behind it."""
     found: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]

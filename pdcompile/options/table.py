@@ -412,7 +412,7 @@ class GivenOptions:
         "rank compiles its stages at the first microbatch of each size.  Masks of dropout are "
         "eager's, opaque modules and the loss_fn are not compiled, and no backward is split.",
         check=values.backend,
-        flag=Flag("NAME", str, verbs=("run",)),
+        flag=Flag("NAME", str, verbs=("run", "verify")),
     )
     progress: bool | Literal["auto"] = option(
         "auto",

@@ -1,0 +1,41 @@
+"""Times of compiled stages: the forecast of a plan whose stages run through torch.compile.
+
+A cut is chosen by costs of single ops, which no compiler has fused.  Once it is, its stages are
+timed as they will run, and the forecast of a step is of these times.  Memory is that of stages as
+they are: what compiled code keeps for its backward is the compiler's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdcompile.passes.profile.stage_times import StageTimes
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Plan
+from pdcompile.units import format_seconds
+
+
+def with_compiled_times(plan: Plan, times: Sequence[StageTimes], compiler: str) -> Plan:
+    """The plan with a forecast of compiled stages, and a note that has both."""
+    before, devices = plan.forecast, plan.machines.devices
+    assert before is not None
+    speeds = [min(devices[rank].speed for rank in ranks) for ranks in plan.ranks]
+    stages = tuple(
+        replace(
+            stage,
+            forward_seconds=one.forward_seconds / speed,
+            backward_seconds=one.backward_seconds / speed,
+        )
+        for stage, one, speed in zip(plan.stages, times, speeds, strict=True)
+    )
+    found = simulate(replace(plan, stages=stages)).forecast
+    took = ", ".join(f"{1e3 * one.seconds:.3g}" for one in times)
+    note = (
+        f"stages compiled by {compiler} measured: {took} ms; a step is forecast from them, "
+        f"{format_seconds(found.step_seconds)} in place of {format_seconds(before.step_seconds)} "
+        "of stages as they are; cut, timeline and memory are of these"
+    )
+    return replace(
+        plan, forecast=replace(found, ledgers=before.ledgers), notes=(*plan.notes, note)
+    )
