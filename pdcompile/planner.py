@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from pdcompile.eager.meta import refuse_mostly_estimated
-from pdcompile.eager.stage_compiler import Backend, name_of
 from pdcompile.errors import ConfigError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
@@ -30,7 +29,6 @@ from pdcompile.passes.parts.prices import note_on_exchange, priced
 from pdcompile.passes.planning.border_cuts import TOLERANCE
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.by_speed import with_turns
-from pdcompile.passes.planning.compiled_times import with_compiled_times
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.refine import refine
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pdcompile.batch import FlatCall
-    from pdcompile.ir.stage_interface import Sources
     from pdcompile.pass_runner import Listener
 
 ESTIMATED = "costs are estimated, not measured on this machine"
@@ -257,32 +254,6 @@ def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
         if seconds > LITTLE_SECONDS:
             return f"{what} takes about {seconds:.0f} s"
     return None
-
-
-def times_compiled(options: Options, model: nn.Module) -> bool:
-    """True if stages are timed once more, as the compiler of stages makes them."""
-    asked = options.stage_compiler is not None and options.refine is not False
-    given = options.plan is not None or options.sources is not None
-    if not asked or given or options.costs != "measured" or options.parts != 1:
-        return False
-    return not any(parameter.is_meta for parameter in model.parameters())
-
-
-def compiled_forecast(
-    graph: OpGraph,
-    plan: Plan,
-    sources: Sources,
-    model: nn.Module,
-    leaves: Mapping[str, Any],
-    size: int,
-    backend: Backend | None,
-) -> Plan:
-    """The plan with the forecast of its stages as they are when compiled, timed on one microbatch
-    of `size` samples."""
-    times = measure_stages(
-        graph, plan, sources, model, leaves, microbatch_size=size, backend=backend
-    )
-    return with_compiled_times(plan, times, name_of(backend))
 
 
 def after_wider(plan: Plan, wider: Plan) -> Plan:

@@ -104,7 +104,7 @@ class Session(Guarded):
             self._log.enter(Outside.PROGRAM)
 
     def _compile_ahead(self) -> None:
-        """Compile the stages of this rank for the example's microbatches, while others do theirs."""
+        """Compile this rank's stages for the example's microbatches, while others do theirs."""
         if self.world is None or self.streams.backend is None or self.beside is not None:
             return  # alone nobody waits; and parts would talk to each other
         layout, count = self.compiled.layout, self.plan.training.num_microbatches

@@ -177,8 +177,9 @@ AHEAD = """
         before = {k: v.clone() for k, v in model.state_dict().items()}
         state = torch.get_rng_state()
         pipe = pdcompile.compile(
-            model, BATCHES[0], microbatches=4, costs="estimated", verify="off", schedule=sys.argv[1],
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), stage_compiler=compiler,
+            model, BATCHES[0], microbatches=4, costs="estimated", verify="off",
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            schedule=sys.argv[1], stage_compiler=compiler,
         )
         with pipe:
             pipe.prepare()

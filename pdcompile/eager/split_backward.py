@@ -199,7 +199,7 @@ class _Graph:
         """Early nodes whose edges lead, by others, to each leaf that comes later."""
         ends: dict[Node, set[Node | None]] = {n: {None} for n in self.roots if n not in early}
         for node, following in self.following.items():
-            mine = {node} if node in early else ends[node]
+            mine: set[Node | None] = {node} if node in early else ends[node]
             for one in following:
                 if one not in early:
                     ends[one] = ends[one] | mine if one in ends else mine

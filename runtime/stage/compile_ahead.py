@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,11 @@ def compile_ahead(
     given = [_zeros(port, size, device) for port, _ in wiring.inputs]
     try:
         with _apart(module):
-            call = Microbatch(0, 0, {}.__getitem__, loss=None)
+            call = Microbatch(0, 0, dict[str, Any]().__getitem__, loss=None)
             _, values = run.forward(module, wiring, given, call)
             roots = [one for one in values.values() if one.requires_grad]
             torch.autograd.backward(roots, [torch.zeros_like(one) for one in roots])
-    except Exception as error:  # noqa: BLE001 - of any kind: its first microbatch says it again
+    except Exception as error:  # its first microbatch says it again
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         warn(f"stage {stage} is compiled at its first microbatch: on zeros it raises {said}")
 
@@ -48,7 +49,9 @@ def _zeros(port: Port, size: int, device: torch.device) -> Tensor:
 @contextmanager
 def _apart(module: nn.Module) -> Iterator[None]:
     """Context in which a stage has Parameters of its own, and copies of its buffers."""
-    tables = [table for one in module.modules() for table in (one._parameters, one._buffers)]
+    tables: list[dict[str, Any]] = []
+    for one in module.modules():
+        tables += one._parameters, one._buffers
     before = [(t, name, one) for t in tables for name, one in t.items() if one is not None]
     own: dict[int, Tensor] = {}  # by id: one may have several names
     for table, name, one in before:
