@@ -94,7 +94,7 @@ class Session(Guarded):
         if world is not None:
             self.state.discard_others(keep=self.options.held)
         self._adopt()
-        self._compile_ahead()
+        self._made.compile_ahead()
         # On all ranks, which are to refuse a write alike, whoever holds the values.
         tied = [one.fqn for one in plan.tied] if world is not None else []
         self._watch = ModelWatch(model, options.loss_fn, compiled, tied, several=world is not None)
@@ -102,17 +102,6 @@ class Session(Guarded):
         self.end_call()
         if self._log is not None:
             self._log.enter(Outside.PROGRAM)
-
-    def _compile_ahead(self) -> None:
-        """Compile this rank's stages for the example's microbatches, while others do theirs."""
-        if self.world is None or self.streams.backend is None or self.beside is not None:
-            return  # alone nobody waits; and parts would talk to each other
-        layout, count = self.compiled.layout, self.plan.training.num_microbatches
-        sizes = microbatch_sizes(layout.size, count) if layout.splits else [layout.size]
-        with _running(self):
-            for worker in self.workers:
-                for size in dict.fromkeys(sizes):
-                    worker.compute.compile_ahead(self.wirings[worker.stage, True], size)
 
     # -- running -----------------------------------------------------------------------------
 
@@ -382,6 +371,18 @@ class Workers:
         every = (worker for held in self._near.values() for worker in held.values())
         self.in_order = sorted(every, key=lambda worker: worker.stage)
         self.of_rank = {rank: next(iter(held.values())) for rank, held in self._near.items()}
+
+    def compile_ahead(self) -> None:
+        """Compile this rank's stages for the example's microbatches, while others do theirs."""
+        session, layout = self._session, self._session.compiled.layout
+        if session.world is None or self.streams.backend is None or session.beside is not None:
+            return  # alone nobody waits; and parts would talk to each other
+        count = session.plan.training.num_microbatches
+        sizes = microbatch_sizes(layout.size, count) if layout.splits else [layout.size]
+        with _running(session):
+            for worker in self.in_order:
+                for size in dict.fromkeys(sizes):
+                    worker.compute.compile_ahead(session.wirings[worker.stage, True], size)
 
     def _transport(self, rank: int) -> GroupTransport | None:
         session, world, data = self._session, self._session.world, None

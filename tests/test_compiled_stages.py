@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -249,3 +252,33 @@ def test_forecast_is_of_compiled_stages() -> None:
     assert plan.forecast.step_seconds > 4 * 0.02
     assert max(one.forward_seconds for one in plan.stages) < 0.02  # costs that the cut is of
     assert sum("stages compiled by slow measured" in note for note in plan.notes) == 1
+
+
+TWICE = """
+import torch
+from torch import nn
+import pdcompile
+
+model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+with pdcompile.compile(
+    model, torch.ones(4, 8), loss_fn=lambda out, target: out.mean(), example_target=torch.ones(4),
+    cluster=pdcompile.Cluster.local(2), costs="estimated", verify="off", progress=False,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), stage_compiler="inductor",
+) as pipe:
+    pipe.step(torch.ones(4, 8), target=torch.ones(4))
+found = torch._dynamo.utils.counters["inductor"]
+print(found["fxgraph_cache_miss"], found["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_a_further_run_finds_what_was_compiled(tmp_path: Path) -> None:
+    """On disk, whatever files the source of its stages lies in."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", TWICE]
+    (missed, had), (none, hit) = (
+        map(int, subprocess.check_output(command, env=environment, text=True).split())
+        for _ in range(2)
+    )
+    assert missed > 0
+    assert (had, none, hit) == (0, 0, missed)

@@ -37,7 +37,7 @@ def compile_in_place(
 ) -> None:
     """Makes calls of a stage run through torch.compile, all but its opaque modules.
 
-    Code is compiled at the first microbatch of each size, and shared by weight versions.  `names`:
+    Code is compiled at the first call for each size, and shared by weight versions.  `names`:
     the globals of the stage's source.
     """
     every = vars(conversions).values()

@@ -26,7 +26,6 @@ from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.parts.conversions import resharding
 
-_PLAIN = nullcontext()
 Gradient = Callable[[int], Tensor | None]  # of an edge, from later stages
 
 
@@ -82,7 +81,7 @@ class StageRun:
         self,
         stage: int,
         streams: Streams,
-        region: Callable[[], AbstractContextManager[Any]] = lambda: _PLAIN,
+        region: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._stage, self._streams, self._region = stage, streams, region
 
@@ -107,7 +106,7 @@ class StageRun:
             arguments.append(value.clone() if port.mutated else value)
         self._streams.begin(call.minibatch, call.microbatch)
         again = wiring.training and wiring.signature.unshards
-        whole = resharding(self._streams.apart) if again else _PLAIN
+        whole = resharding(self._streams.apart) if again else nullcontext()
         with torch.set_grad_enabled(wiring.training), self._region(), whole:
             results = module(*arguments)
             values = named_results(self._stage, [port for port, _ in wiring.outputs], results)

@@ -21,8 +21,7 @@ from pdcompile.pass_runner import Listener
 TITLE = "compiling"
 FIRST, EVERY = 10.0, 30.0  # seconds until the first line about one pass, and between further ones
 PASSES = (
-    "graph", "costs", "problem", "plan", "refined", "proof", "forecast", "sources", "compiled",
-    "verified",
+    "graph", "costs", "problem", "plan", "refined", "proof", "forecast", "sources", "verified",
 )  # fmt: skip
 
 
