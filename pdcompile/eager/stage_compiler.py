@@ -33,9 +33,9 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_in_place(
-    stage: nn.Module, names: dict[str, Any], backend: Backend, opaque: Collection[nn.Module]
+    stage: nn.Module, names: dict[str, Any], backend: Backend, apart: Collection[nn.Module]
 ) -> None:
-    """Makes calls of a stage run through torch.compile, all but its opaque modules.
+    """Makes calls of a stage run through torch.compile, all but the modules that are `apart`.
 
     Code is compiled at the first call for each size, and shared by weight versions.  `names`:
     the globals of the stage's source.
@@ -43,7 +43,7 @@ def compile_in_place(
     every = vars(conversions).values()
     own = {id(f) for f in every if isinstance(f, FunctionType) and f.__module__ == _CONVERSIONS}
     names |= {name: uncompiled(one) for name, one in names.items() if id(one) in own}
-    for module in opaque:
+    for module in apart:
         own_class: Any = type(module)
         module.__class__ = _apart(own_class)
     # Other random numbers than eager's would come from inductor's own generator.
