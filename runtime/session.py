@@ -28,6 +28,7 @@ from pdcompile.runtime.interpreter import Box, Worker, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Compute, Feed
 from pdcompile.runtime.stage.homes import Homes
+from pdcompile.runtime.stage.host_memory import shared_weights
 from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import initial_state
@@ -66,6 +67,7 @@ class Session(Guarded):
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
         self.state.place(self.device)
+        self.once = {} if world is None else shared_weights(self.state, world, self.spec)
         self._stale_copies = bool(plan.tied and options.held)  # who trained them is another one
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
@@ -95,7 +97,7 @@ class Session(Guarded):
             self.state.discard_others(keep=self.options.held)
         self._adopt()
         # On all ranks, which are to refuse a write alike, whoever holds the values.
-        tied = [one.fqn for one in plan.tied] if world is not None else []
+        tied = [one.fqn for one in plan.tied if world is not None] + [*self.once]
         self._watch = ModelWatch(model, options.loss_fn, compiled, tied, several=world is not None)
         self._optimizer_watch = OptimizerWatch(self.optimizer, self.loss_scale)
         self.end_call()
@@ -285,9 +287,13 @@ class Session(Guarded):
     def load(self, state: Mapping[str, Tensor], minibatches: int) -> None:
         """Overwrite what this process holds, after so many minibatches; older versions of all
         weights are forgotten."""
+        if self.once:  # others may still read what is written here, or be about to write it
+            self.meet()
         self.state.load(state, [worker.weights for worker in self.workers])
         for worker in self.workers:
             worker.weights.restart(minibatches)
+        if self.once:
+            self.meet()
         if self.loss_scale is not None:
             self.loss_scale.restart(minibatches)
         self._programs.restart(minibatches)
@@ -430,12 +436,13 @@ class Workers:
         def tensor(fqn: str) -> Tensor:
             found = session.state.tensors[fqn]
             if fqn in taken:  # the first of these stages has the model's own
-                return nn.Parameter(found.detach().clone())
+                found = found.detach()
+                return nn.Parameter(found if fqn in session.once else found.clone())
             return found
 
-        given = stage, session.compiled, tensor, session.model
+        given, once = (stage, session.compiled, tensor, session.model), session.once
         first = self.first.get(stage)
-        weights = StageWeights(*given) if first is None else ReplicaWeights(first, *given)
+        weights = ReplicaWeights(first, *given) if first else StageWeights(*given, once=once)
         weights.beside = session.beside
         self.first.setdefault(stage, weights)
         for module in weights.modules:

@@ -208,6 +208,10 @@ class ScheduleKind:
         """Replicas of every stage, where they follow from how many stages and ranks there are."""
         return num_ranks // gcd(num_stages, num_ranks) if self.dispatched else 1
 
+    def once(self, homes: bool, on_host: bool) -> bool:
+        """True if weights that have homes are once a host, where all ranks read them."""
+        return self.dispatched and homes and on_host
+
     def ranks(self, placement: Sequence[int], replicas: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of every stage, in the order in which they take microbatches."""
         return (dispatched if self.dispatched else side_by_side)(placement, replicas)

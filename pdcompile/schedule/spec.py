@@ -85,6 +85,7 @@ class PipelineSpec:
     clipping: bool
     homes: bool = False  # of updates are spread over the replicas of a stage
     patterns: tuple[Pattern, ...] = ()  # of each stage, see `turns`; empty: each in turn
+    once: bool = False  # replicas of a stage read its weights in one memory
 
     @property
     def kind(self) -> ScheduleKind:

@@ -273,7 +273,10 @@ def graph_free_ledgers(
         step=setting.step,
         updates="home" if setting.homes else "every",
     )
-    return ledgers_of(plan_of(evaluation(problem, cluster, candidate), training, merge=True))
+    plan = plan_of(evaluation(problem, cluster, candidate), training, merge=True)
+    if kind_of(setting.schedule).once(setting.homes, True):  # it depends on the kind of devices
+        plan = replace(plan, cluster=cluster.to_toml())
+    return ledgers_of(plan)
 
 
 def limited(cluster: Cluster) -> bool:
