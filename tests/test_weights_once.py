@@ -44,7 +44,7 @@ def trained(model, pipe, twin, steps=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["round"])
+@pytest.mark.parametrize("schedule", ["round", "round-2bw"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_read_one_memory(tmp_path: Path, schedule: str, ranks: int) -> None:
     """Also what a step puts elsewhere comes there; states load as before; nobody else writes it,

@@ -224,7 +224,9 @@ class StagePart:
             first = next((t for t, _ in self.waiting), 1)
             self.post_collective(self.column.closing(self.stage, first) - 1)
         early = self.spec.gathers(self.stage) and self.spec.halfway(self.stage)
-        alone = self.spec.kind.alone and not self.sums.owned  # or it would wait here for the sums
+        kind = self.spec.kind
+        alone = kind.alone or (kind.stream and kind.drains)
+        alone = alone and not self.sums.owned  # or it would wait here for the sums
         if not self.to_post and upto == "update" and (early or alone):
             self.idle.add(0)  # others are not to wait for its own update
             self.post_collective(-self.spec.reach - 1)

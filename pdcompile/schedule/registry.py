@@ -138,6 +138,11 @@ class ScheduleKind:
         return self.lag != 0
 
     @property
+    def drains(self) -> bool:
+        """True if every call ends with all its backwards, whenever their update is."""
+        return not self.stream or self.dispatched
+
+    @property
     def several(self) -> bool:
         """True if a rank may hold several stages."""
         return self.stages_per_rank != 1
@@ -198,7 +203,7 @@ class ScheduleKind:
     @property
     def objective(self) -> Literal["bottleneck", "flush"]:
         """Quantity that the planner minimises: seconds a microbatch, or of a whole minibatch."""
-        return "bottleneck" if self.stream else "flush"
+        return "flush" if self.drains else "bottleneck"
 
     def placement(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
         """The rank of every stage, where the planner decides."""
@@ -248,7 +253,7 @@ class ScheduleKind:
         """
         if self.updates_each or not self.trains:
             return sys.maxsize if self.trains else 0  # no backward is waited for
-        if self.stream:
+        if not self.drains:
             return self.lag_of(0, 0) * num_microbatches // replicas
         return -(-num_microbatches // replicas) - 1
 
@@ -275,12 +280,12 @@ class ScheduleKind:
         """
         if self.warmup == "all":
             return share
-        return warmup + 1 if self.stream else min(warmup + 1, share)
+        return min(warmup + 1, share) if self.drains else warmup + 1
 
     def slots(self, warmup: int, share: int) -> int:
         """Receive slots of each value that comes in, per replica."""
         most = self.in_flight(warmup, share) + LOOKAHEAD
-        return most if self.stream else min(most, share)
+        return min(most, share) if self.drains else most
 
     def gradient_buffers(self, warmup: int, first: int, *, late: bool) -> int:
         """Minibatches whose gradients a stage holds, by its warm-up and the first stage's.
@@ -333,6 +338,14 @@ _ROWS = (
         update="updates as eager gradient accumulation does, up to the order of its sums",
         source="RoundPipe: Luo et al., 2026, arXiv 2604.27085",
         module="pdcompile.passes.schedules.round",
+        stages_per_rank=None, placed=IN_TURN, dispatched=True,
+    ),
+    ScheduleKind(
+        "round-2bw",
+        update="drains, makes the update while the next minibatch runs, and takes gradients of "
+        "weights that are one minibatch old, as 2bw does",
+        source="RoundPipe: Luo et al., 2026, arXiv 2604.27085, with a staleness of 1",
+        module="pdcompile.passes.schedules.round", lag=1,
         stages_per_rank=None, placed=IN_TURN, dispatched=True,
     ),
     ScheduleKind(

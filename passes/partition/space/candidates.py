@@ -24,7 +24,7 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         limits,
         half_duplex(cluster, candidate.ranks),
         [depth + 1 for depth in candidate.warmup],
-        not kind_of(setting.schedule).stream,
+        kind_of(setting.schedule).drains,
         setting.schedule,
         setting.num_microbatches,
         [

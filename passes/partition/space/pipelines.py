@@ -135,7 +135,7 @@ def simple_bound(
     seconds = prepared.work / speed
     if space.straight:
         seconds = max(seconds, prepared.largest / seats.fastest)
-    m = 1 if kind_of(setting.schedule).stream else setting.num_microbatches
+    m = setting.num_microbatches if kind_of(setting.schedule).drains else 1
     return seconds * m * (1 - 1e-12)
 
 
