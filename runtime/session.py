@@ -82,8 +82,7 @@ class Session(Guarded):
         self._made = Workers(self)
         self.workers, self.streams = self._made.in_order, self._made.streams
         if world is not None:
-            paths = tuple(compiled.layout.dims)
-            self.agreement = Agreement(self.workers[0].far, world, paths)
+            self.agreement = Agreement(self.workers[0].far, world, tuple(compiled.layout.dims))
         self.homes = Homes(self.state, homes_of(options.optimizer, self.state), self.stepping)
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = self.homes.optimizer(options.optimizer, mine.named_parameters())
@@ -285,15 +284,13 @@ class Session(Guarded):
             self.end_call()
 
     def load(self, state: Mapping[str, Tensor], minibatches: int) -> None:
-        """Overwrite what this process holds, after so many minibatches; older versions of all
-        weights are forgotten."""
-        if self.once:  # others may still read what is written here, or be about to write it
-            self.meet()
+        """Overwrite what this process holds, all versions of it, after so many minibatches."""
+        meet = self.meet if self.once else bool  # others may still read what is written here
+        meet()
         self.state.load(state, [worker.weights for worker in self.workers])
         for worker in self.workers:
             worker.weights.restart(minibatches)
-        if self.once:
-            self.meet()
+        meet()  # or be about to write it
         if self.loss_scale is not None:
             self.loss_scale.restart(minibatches)
         self._programs.restart(minibatches)

@@ -110,7 +110,7 @@ def test_training_is_that_of_the_reference(build: Any, ranks: int, options: Any)
         (count + s) % ranks for s in range(count)
     ]
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
-    alike.train_alike(pipe, build, atol=2e-5, **OPTIONS)
+    alike.train_alike(pipe, build, atol=2e-5 if plan.tied else 0.0, **OPTIONS)  # else bit for bit
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_late_updates_are_those_of_2bw(build: Any, ranks: int, options: Any) -> 
     for t, size in enumerate((8, 3, 1, 8, 8)):
         x, y = batch_for(model, size, t)
         losses = [float(one.step(x, target=y).loss) for one in (pipe, *theirs)]
-        close(losses[0], losses[1])
-        assert losses[1] == losses[2]
+        close(losses, losses[:1] * 3)
+        assert pipe.plan.tied or losses[0] == losses[1]
         if t == 3:
             pipe.flush()
     for one in theirs:

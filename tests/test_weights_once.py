@@ -24,11 +24,12 @@ def pipeline(model, optimizer=partial(torch.optim.SGD, lr=0.1), **options):
     x, y = models.batch_for(model, 8)
     import pdcompile
     given = dict(loss_fn=models.loss_for(model), optimizer=optimizer, schedule=sys.argv[1],
-                 microbatches=world, costs="estimated", verify="off", progress=False,
+                 microbatches=2 * world, costs="estimated", verify="off", progress=False,
                  stages=world + 1, updates="home") | options
-    twin = reference(copy.deepcopy(model), loss_fn=given["loss_fn"], optimizer=optimizer,
-                     schedule=sys.argv[1], microbatches=world)
-    return pdcompile.compile(model, x, example_target=y, **given).prepare(x, target=y), twin
+    twin = copy.deepcopy(model)
+    pipe = pdcompile.compile(model, x, example_target=y, **given).prepare(x, target=y)
+    return pipe, reference(twin, loss_fn=given["loss_fn"], optimizer=optimizer, plan=pipe.plan,
+                           schedule=sys.argv[1], microbatches=2 * world)
 
 def trained(model, pipe, twin, steps=3):
     for t in range(steps):
@@ -37,7 +38,7 @@ def trained(model, pipe, twin, steps=3):
             one.step(x, target=y)
     ours, theirs = pipe.state_dict(), twin.full_state_dict()
     for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=2e-5)
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=2e-5 * (world > 2))
     return next(pipe.parameters())
 """
 )
@@ -47,8 +48,8 @@ def trained(model, pipe, twin, steps=3):
 @pytest.mark.parametrize("schedule", ["round", "round-2bw"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_read_one_memory(tmp_path: Path, schedule: str, ranks: int) -> None:
-    """Also what a step puts elsewhere comes there; states load as before; nobody else writes it,
-    and after the pipeline each rank has the weights for itself."""
+    """On two of them sums are the reference's, bit for bit.  Also what a step puts elsewhere comes
+    there; states load as before; after the pipeline each rank has the weights for itself."""
     script = PIPES + dedent("""
     for optimizer in (partial(torch.optim.SGD, lr=0.1), partial(Elsewhere, lr=0.1)):
         model = models.mlp()

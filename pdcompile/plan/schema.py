@@ -306,7 +306,7 @@ class Plan:
     def once(self) -> bool:
         """True if replicas of a stage read its weights in one memory of their host."""
         kind, homes = self.training.kind, self.training.updates == "home"
-        return kind.once(homes, True) and (not self.cluster or self.machines.on_host)
+        return kind.dispatched and homes and (not self.cluster or self.machines.on_host)
 
     @property
     def patterned(self) -> bool:

@@ -283,8 +283,7 @@ class PipelineTimes:
         return found if kind == "final" else sorted(found, key=lambda one: by_distance(one[0]))
 
     def reduction(self, s: int) -> float:
-        """Ring all-reduce of the stage's gradients over the slowest level that it spans; half of it
-        where nothing comes back."""
+        """Ring all-reduce of gradients over the slowest level of a stage; half if none returns."""
         first, *others = self.ranks[s] if kind_of(self.schedule).trains else self.ranks[s][:1]
         link = slowest(self.link(first, other) for other in others)
         return ring_seconds(link, self.reduced[s], 1 + len(others)) / (1 + self.once)

@@ -60,9 +60,9 @@ def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, 
     for fqn, offsets in places.items():
         one = state.tensors.get(fqn)
         if isinstance(one, nn.Parameter) and not one.is_meta and one.numel():
-            every = [[_at(memory, at, one) for at in offsets] for memory in maps]
-            found[fqn] = Shared(one, *every, state.updated_here(fqn))
-            for version in every[0]:  # all processes write the same values
+            versions, own = ([_at(memory, at, one) for at in offsets] for memory in maps)
+            found[fqn] = Shared(one, versions, own, state.updated_here(fqn))
+            for version in versions:  # all processes write the same values
                 version.copy_(one.data)
     _meet(world, "moved")
     if file is not None:
@@ -74,7 +74,7 @@ def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, 
 
 def _in_host_memory(tensor: Tensor) -> bool:
     """True if a tensor is where other processes write it."""
-    here = isinstance(tensor, nn.Parameter) and devices.on_host(tensor) and tensor.is_shared()
+    here = isinstance(tensor, nn.Parameter) and devices.on_host(tensor)
     return here and str(tensor.untyped_storage().filename).startswith("/proc/")
 
 

@@ -58,7 +58,7 @@ def holding(
         option.kept(in_flight),
         kind.slots(held, share),
         min(GRADIENT_SLOTS, in_flight),
-        option.replicas if kind.once(setting.homes, cluster.on_host) else 1,
+        option.replicas if kind.dispatched and setting.homes and cluster.on_host else 1,
     )
 
 

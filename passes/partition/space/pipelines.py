@@ -274,7 +274,7 @@ def graph_free_ledgers(
         updates="home" if setting.homes else "every",
     )
     plan = plan_of(evaluation(problem, cluster, candidate), training, merge=True)
-    if kind_of(setting.schedule).once(setting.homes, True):  # it depends on the kind of devices
+    if plan.once:  # unless devices have memory of their own
         plan = replace(plan, cluster=cluster.to_toml())
     return ledgers_of(plan)
 

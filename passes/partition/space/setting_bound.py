@@ -60,7 +60,8 @@ def setting_bound(
         r = widest.get(option.replicas, option.replicas)
         depth = least_depth(setting, r, after, ranks, straight, None)
         rank = holding(setting, replace(option, replicas=r), depth, depth, depth, cluster)
-        return rank.versions / rank.readers + rank.gradient_buffers + rank.optimizer_factor, rank.saved
+        weights = rank.versions / rank.readers + rank.gradient_buffers
+        return weights + rank.optimizer_factor, rank.saved
 
     @cache
     def ring(replicas: int) -> Link:
