@@ -149,8 +149,7 @@ class Session(Guarded):
 
     def waits_for_more(self, minibatches: int) -> bool:
         """True if gradients then wait for other minibatches of their update."""
-        stages = range(len(self.spec.ranks))
-        return any(minibatches % self.spec.group(stage) for stage in stages)
+        return any(minibatches % self.spec.group(s) for s in range(len(self.spec.ranks)))
 
     def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
         """One minibatch forward, on the newest weights; nothing is in flight."""
