@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Device, Level
-from pdcompile.errors import ConfigError, PlanError
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from pdcompile.passes.check import check
 from pdcompile.passes.schedules import round as roundpipe
 from pdcompile.passes.schedules.alone import chain
@@ -24,6 +24,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, Forecast, Plan, TiedParameter
 from pdcompile.plan.times import times_of
 from pdcompile.reference import reference
+from pdcompile.schedule import Action
 from pdcompile.schedule.registry import KINDS, allowed
 from tests.helpers import alike
 from tests.helpers.alike import WORKLOAD, Call, run_verbs
@@ -184,6 +185,36 @@ def test_the_planner_chooses_where_updates_are() -> None:
     assert all(len(stage.home_bytes) == 2 for stage in plan.stages)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_count_once_a_host(name: str) -> None:
+    """On CPUs, where nothing is sent after an update; a device of another kind has its own."""
+    every, home = (
+        compiled(mlp, cluster="1x2", updates=updates, schedule=name).plan
+        for updates in ("every", "home")
+    )
+    gpus = Cluster((Device("cuda"),) * 2, (Level("host", 2, 1e9),)).to_toml()
+    for plan, readers in ((home, 2), (replace(home, cluster=gpus), 1)):
+        found = simulate(plan)
+        for one, other in zip(every.forecast.ledgers, found.forecast.ledgers, strict=True):
+            whole, here = one.weights_bytes, other.weights_bytes
+            assert here == pytest.approx(whole / readers, abs=len(plan.stages))
+        gathers = [one.num_bytes for one in found.timeline if one.action is Action.POST_GATHER]
+        assert gathers and (max(gathers) == 0) == (readers == 2)
+    assert home.certificate.bound_seconds <= home.certificate.objective_seconds
+
+
+def test_a_plan_fits_where_weights_are_once() -> None:
+    """Memory for half of the weights of all stages, and no more."""
+    plans = [compiled(mlp, cluster="1x2", updates=one).plan for one in ("every", "home")]
+    most = [max(one.total_bytes for one in plan.forecast.ledgers) for plan in plans]
+    assert most[1] < most[0]
+    limit = (most[0] + most[1]) // 2
+    given = {"cluster": "1x2", "memory": limit}
+    assert compiled(mlp, updates="home", **given).plan.forecast
+    with pytest.raises(InfeasibleError):
+        compiled(mlp, updates="every", **given)
+
+
 def test_turns_are_those_of_the_dispatch_whatever_the_speeds() -> None:
     unlike = Cluster((Device(), Device(speed=3.0)), (Level("host", 2, 1e9),))
     plan = compiled(mlp, cluster=unlike).plan
@@ -193,6 +224,8 @@ def test_turns_are_those_of_the_dispatch_whatever_the_speeds() -> None:
 def test_what_it_has_not() -> None:
     with pytest.raises(ConfigError, match="runs what comes to it next"):
         compiled(mlp, cluster=Cluster.local(2), replicas=2)
+    with pytest.raises(ScheduleError, match="'w.weight' is on stages|which have unlike ranks"):
+        compiled(partial(gpt, layers=4, tied=True), cluster="1x2", stages=4, schedule="round-2bw")
     with pytest.raises(ConfigError, match="2 hosts, and under 'round'") as caught:
         compiled(mlp, cluster="2x2")
     assert "schedule='1f1b'" in str(caught.value.remedy)
