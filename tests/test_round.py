@@ -199,7 +199,7 @@ def test_weights_count_once_a_host(name: str) -> None:
             whole, here = one.weights_bytes, other.weights_bytes
             assert here == pytest.approx(whole / readers, abs=len(plan.stages))
         gathers = [one.num_bytes for one in found.timeline if one.action is Action.POST_GATHER]
-        assert gathers and (max(gathers) == 0) == (readers == 2)
+        assert {one == 0 for one in gathers} == {readers == 2}
     assert home.certificate.bound_seconds <= home.certificate.objective_seconds
 
 
@@ -224,7 +224,7 @@ def test_turns_are_those_of_the_dispatch_whatever_the_speeds() -> None:
 def test_what_it_has_not() -> None:
     with pytest.raises(ConfigError, match="runs what comes to it next"):
         compiled(mlp, cluster=Cluster.local(2), replicas=2)
-    with pytest.raises(ScheduleError, match="'w.weight' is on stages|which have unlike ranks"):
+    with pytest.raises(ScheduleError, match="which have unlike ranks under 'round-2bw'"):
         compiled(partial(gpt, layers=4, tied=True), cluster="1x2", stages=4, schedule="round-2bw")
     with pytest.raises(ConfigError, match="2 hosts, and under 'round'") as caught:
         compiled(mlp, cluster="2x2")
