@@ -199,7 +199,7 @@ def test_weights_count_once_a_host(name: str) -> None:
             whole, here = one.weights_bytes, other.weights_bytes
             assert here == pytest.approx(whole / readers, abs=len(plan.stages))
         gathers = [one.num_bytes for one in found.timeline if one.action is Action.POST_GATHER]
-        assert {one == 0 for one in gathers} == {readers == 2}
+        assert (max(gathers) == 0) == (readers == 2)
     assert home.certificate.bound_seconds <= home.certificate.objective_seconds
 
 

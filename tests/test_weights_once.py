@@ -94,3 +94,35 @@ def test_writes_of_one_rank_are_refused(tmp_path: Path) -> None:
     run = processes(script, 2, tmp_path, "round")
     assert run.output.count("SECOND another pipeline of this model has its weights") == 2, run
     assert run.output.count("REFUSED a parameter was changed that other ranks") == 2, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["round", "round-2bw"])
+def test_a_checkpoint_goes_on(tmp_path: Path, schedule: str) -> None:
+    """Older versions and optimizers too: as if nothing had been saved."""
+    script = PIPES + dedent("""
+    options = dict(optimizer=partial(torch.optim.AdamW, lr=0.01), max_grad_norm=0.5)
+    def steps(pipe, some):
+        for t in some:
+            x, y = models.batch_for(whole, 8, t)
+            pipe.step(x, target=y)
+
+    whole = models.unet()
+    one, two, three = (pipeline(copy.deepcopy(whole), **options)[0] for _ in range(3))
+    steps(one, range(6))
+    steps(two, range(3))
+    steps(three, range(4))  # of another history
+    two.save("saved")
+    three.load("saved")
+    steps(three, range(3, 6))
+    if sys.argv[1] == "round-2bw":
+        steps(two, range(3, 6))
+        assert not states_equal(two.full_state_dict(), three.full_state_dict())
+    assert not states_equal(one.full_state_dict(), three.full_state_dict())
+    for pipe in (one, two, three):
+        pipe.close()
+    say("goes on")
+    """)
+    run = processes(script, 2, tmp_path, schedule)
+    assert run.code == 0, run
+    assert run.output.count("goes on") == 2, run
