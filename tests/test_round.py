@@ -247,9 +247,10 @@ def replace_text(plan: Plan, cluster: str) -> str:
     return json.dumps(data | {"cluster": cluster})
 
 
-def test_on_the_command_line(tmp_path: Path, call: Call) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_on_the_command_line(tmp_path: Path, call: Call, name: str) -> None:
     plan = str(tmp_path / "plan.json")
-    given = ["--cluster", "1x2", "--schedule", "round", "--costs", "estimated"]
+    given = ["--cluster", "1x2", "--schedule", name, "--updates", "home", "--costs", "estimated"]
     said = run_verbs(
         call,
         ["plan", WORKLOAD, *given, "--json", "-o", plan],
@@ -257,7 +258,7 @@ def test_on_the_command_line(tmp_path: Path, call: Call) -> None:
         ["run", WORKLOAD, "--plan", plan, "--steps", "2", "--json"],
         ["explain", plan],
     )
-    assert "round: 3 stages on 2 ranks" in said
+    assert f"{name}: 3 stages on 2 ranks" in said
 
 
 @pytest.mark.slow
