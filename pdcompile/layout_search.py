@@ -167,4 +167,4 @@ class LayoutSearch:
 
 def _scale(plan: Plan) -> float:
     """Objectives of a plan in a step: 1, or as many as it has microbatches where nothing drains."""
-    return plan.training.num_microbatches if plan.training.kind.stream else 1
+    return 1 if plan.training.kind.drains else plan.training.num_microbatches

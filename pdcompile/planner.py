@@ -195,7 +195,7 @@ class Planner:
             seed=self.training.seed, listener=self.listener, elsewhere=elsewhere,
         )  # fmt: skip
         least = _work(graphs) / sum(device.speed for device in self.cluster.devices)
-        m = plan.training.num_microbatches if plan.training.kind.stream else 1
+        m = 1 if plan.training.kind.drains else plan.training.num_microbatches
         plan = with_turns(plan, least / m)
         if self._by_rule:
             m = plan.training.num_microbatches
@@ -264,7 +264,7 @@ def why_not_timed(plan: Plan, options: Options, model: nn.Module) -> str | None:
 
 def after_wider(plan: Plan, wider: Plan) -> Plan:
     """A plan for the setting that a search over more of them chose, with what that search found."""
-    found, each = wider.certificate, "microbatch" if plan.training.kind.stream else "step"
+    found, each = wider.certificate, "step" if plan.training.kind.drains else "microbatch"
     note = (
         "the certificate is of this setting alone, for which the model was captured again (single "
         "samples); over all that was open, on costs of larger microbatches, the bound is "
