@@ -26,6 +26,7 @@ from examples.gpt import GPT
 
 CASES: list[dict[str, Any]] = [{"schedule": name} for name in ("gpipe", "1f1b", "zb-h1")]
 CASES += [{"schedule": "round", "stages": stages} for stages in (4, 5)]
+CASES += [{"schedule": name, "stages": 5, "updates": "home"} for name in ("round", "round-2bw")]
 
 
 def main() -> None:

@@ -5,7 +5,8 @@
 `benchmarks.memory` starts that and shows the rows.  Each case is planned, and its ledger written
 down, before the first step.  Counted is every byte that torch's CPU allocator has given out since
 before the model was built and not got back: weights, versions, gradients, optimizer state,
-activations, messages, and what kernels need inside.  The caller's inputs are taken away.
+activations, messages, and what kernels need inside; of memory that ranks have together this one's
+share, as the kernel counts it (Pss).  The caller's inputs are taken away.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ def cases() -> Iterator[Case]:
             if schedule not in DETAILED and not refused:
                 yield Case(model, "AdamW", schedule)
                 yield Case(model, "SGD", schedule)
+        for kind in (one for one in KINDS.values() if one.dispatched and model == "GPT"):
+            yield Case(model, "AdamW", kind.name, updates="home")
         for schedule in OF_TORCH:
             yield Case(model, "SGD", schedule)
         for schedule in DETAILED:
@@ -189,13 +192,28 @@ def measure(case: Case) -> RankRow:
                     result = pipe.step(inputs, target=target)
             pipe.flush()
             del result
+            shared = _shared()
     given = sum(one.untyped_storage().nbytes() for one in (inputs, target))
-    return RankRow(case, rank, forecast, peak.num_bytes - given)
+    return RankRow(case, rank, forecast, peak.num_bytes + shared - given)
+
+
+def _shared() -> int:
+    """This process's share of memory that ranks have mapped, without all of what it has mapped,
+    which the allocator has counted."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *words = line.split()
+        ours = "memfd:pdcompile" in line if "-" in name else ours
+        if ours and name in ("Pss:", "Size:"):
+            found += 1024 * int(words[0]) * (1 if name == "Pss:" else -1)
+    return found
 
 
 def _stages(case: Case, kind: ScheduleKind) -> int | None:
     if case.split:
         return 1
+    if kind.dispatched and case.updates == "home":  # on every rank
+        return RANKS + 1
     return RANKS // case.replicas * kind.usual if case.schedule in KINDS else None
 
 

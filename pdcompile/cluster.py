@@ -329,6 +329,11 @@ class Cluster:
             parts=replace(slowest(inside), name=inside[-1].name, size=max(sizes)),
         )
 
+    @property
+    def on_host(self) -> bool:
+        """True if all devices compute in the memory of their hosts."""
+        return all(device.on_host for device in self.devices)
+
     def level_between(self, a: int, b: int) -> Level:
         """The level that joins devices a and b: the innermost one whose block holds both.
 

@@ -180,7 +180,9 @@ class Worker:
         for one in [*self.losses] if minibatch is None else [minibatch]:
             self.losses.of(one).parts.clear()
             del self.losses[one]
-        if minibatch is not None:
+        if minibatch is None:
+            self.weights.leave()
+        else:
             self.feeds.pop(minibatch, None)
             self.weights.abandon(minibatch)
         mine = self._receiving, self._arrived, self._outgoing, self._sending

@@ -28,6 +28,7 @@ from pdcompile.runtime.interpreter import Box, Worker, run_together
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.compute import Compute, Feed
 from pdcompile.runtime.stage.homes import Homes
+from pdcompile.runtime.stage.host_memory import shared_weights
 from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import initial_state
@@ -66,6 +67,7 @@ class Session(Guarded):
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
         self.state.place(self.device)
+        self.once = {} if world is None else shared_weights(self.state, world, self.spec)
         self._stale_copies = bool(plan.tied and options.held)  # who trained them is another one
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
@@ -80,8 +82,7 @@ class Session(Guarded):
         self._made = Workers(self)
         self.workers, self.streams = self._made.in_order, self._made.streams
         if world is not None:
-            paths = tuple(compiled.layout.dims)
-            self.agreement = Agreement(self.workers[0].far, world, paths)
+            self.agreement = Agreement(self.workers[0].far, world, tuple(compiled.layout.dims))
         self.homes = Homes(self.state, homes_of(options.optimizer, self.state), self.stepping)
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = self.homes.optimizer(options.optimizer, mine.named_parameters())
@@ -96,7 +97,7 @@ class Session(Guarded):
         self._adopt()
         self._made.compile_ahead()
         # On all ranks, which are to refuse a write alike, whoever holds the values.
-        tied = [one.fqn for one in plan.tied] if world is not None else []
+        tied = [one.fqn for one in plan.tied if world is not None] + [*self.once]
         self._watch = ModelWatch(model, options.loss_fn, compiled, tied, several=world is not None)
         self._optimizer_watch = OptimizerWatch(self.optimizer, self.loss_scale)
         self.end_call()
@@ -149,8 +150,7 @@ class Session(Guarded):
 
     def waits_for_more(self, minibatches: int) -> bool:
         """True if gradients then wait for other minibatches of their update."""
-        stages = range(len(self.spec.ranks))
-        return any(minibatches % self.spec.group(stage) for stage in stages)
+        return any(minibatches % self.spec.group(s) for s in range(len(self.spec.ranks)))
 
     def evaluate(self, minibatch: int, feeds: list[Feed], *, with_loss: bool) -> None:
         """One minibatch forward, on the newest weights; nothing is in flight."""
@@ -284,11 +284,13 @@ class Session(Guarded):
             self.end_call()
 
     def load(self, state: Mapping[str, Tensor], minibatches: int) -> None:
-        """Overwrite what this process holds, after so many minibatches; older versions of all
-        weights are forgotten."""
+        """Overwrite what this process holds, all versions of it, after so many minibatches."""
+        meet = self.meet if self.once else bool  # others may still read what is written here
+        meet()
         self.state.load(state, [worker.weights for worker in self.workers])
         for worker in self.workers:
             worker.weights.restart(minibatches)
+        meet()  # or be about to write it
         if self.loss_scale is not None:
             self.loss_scale.restart(minibatches)
         self._programs.restart(minibatches)
@@ -443,12 +445,13 @@ class Workers:
         def tensor(fqn: str) -> Tensor:
             found = session.state.tensors[fqn]
             if fqn in taken:  # the first of these stages has the model's own
-                return nn.Parameter(found.detach().clone())
+                found = found.detach()
+                return nn.Parameter(found if fqn in session.once else found.clone())
             return found
 
-        given = stage, session.compiled, tensor, session.model
+        given, once = (stage, session.compiled, tensor, session.model), session.once
         first = self.first.get(stage)
-        weights = StageWeights(*given) if first is None else ReplicaWeights(first, *given)
+        weights = ReplicaWeights(first, *given) if first else StageWeights(*given, once=once)
         weights.beside = session.beside
         self.first.setdefault(stage, weights)
         for module in weights.modules:

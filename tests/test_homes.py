@@ -262,7 +262,7 @@ def test_a_write_to_a_tied_weight_is_refused_on_every_rank(tmp_path: Path) -> No
     """
     )
     run = processes(script, 6, tmp_path)
-    said = "REFUSED a parameter was changed that other ranks hold copies of (tied weights) tokens"
+    said = "REFUSED a parameter was changed that other ranks hold copies of (tied weights)"
     assert run.code == 0, run
     assert run.output.count(said) == 6, run
 

@@ -18,31 +18,31 @@ from tests.test_imports import modules, runtime_imports
 ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "front door and options": (
         ("pdcompile", "passes/__init__.py", "pdcompile/options", "pdcompile/clusters"),
-        5_396,
+        5_408,
     ),
-    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_972),
+    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_974),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_689),
     "trace": (("passes/trace",), 6_627),
     "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_474,
+        9_512,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_680),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_700),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_657,
+        5_687,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_383),
     "verify": (("passes/verify",), 1_527),
     "parts": (("passes/parts", "pdcompile/parts"), 3_957),
-    "runtime": (("runtime",), 9_628),
+    "runtime": (("runtime",), 9_775),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_684,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_007),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_140),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_207),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_938),
     "export": (("passes/export", "pdcompile/export"), 927),
 }

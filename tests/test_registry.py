@@ -82,8 +82,8 @@ def test_an_unknown_schedule_is_refused_everywhere() -> None:
 def test_staleness_says_which_schedules_a_search_may_take(added: str) -> None:
     flush = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "round")
     assert allowed(0) == (*flush, added)
-    assert allowed(1) == (*flush, "2bw", added)
-    assert allowed("any") == (*flush, "2bw", "stash", "vsync", "async", added)
+    assert allowed(1) == (*flush, "2bw", "round-2bw", added)
+    assert allowed("any") == (*flush, "2bw", "round-2bw", "stash", "vsync", "async", added)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
@@ -135,7 +135,7 @@ def test_the_guide_says_what_every_schedule_costs() -> None:
 
 def test_auto_considers_all_but_minibatches_in_one_piece() -> None:
     assert {name for name, kind in KINDS.items() if not kind.by_planner} == {
-        "stash", "vsync", "async", "forward", "round",
+        "stash", "vsync", "async", "forward", "round", "round-2bw",
     }  # fmt: skip
     worth = {name for name, kind in KINDS.items() if kind.gain}
     assert worth == {"zb-h1", "zb-v"} | {name for name, kind in KINDS.items() if kind.stream}

@@ -354,6 +354,7 @@ GOLDEN_PLANS = {
     "zb-v_replicas_clipped": make_plan("zb-v", 2, 3, per_rank=2, replicas=(2, 2), clip=1.0),
     "round": alone.chain("round", 3, 3, 2),
     "2bw": make_plan("2bw", 3, 4, edges=(*chain(3), Edge("skip", 0, (1, 2), 1, True))),
+    "round-2bw": alone.chain("round-2bw", 3, 3, 2),
     "2bw_replicas": make_plan("2bw", 2, 4, replicas=(2, 1)),
     "stash": make_plan("stash", 3, 1),
     "stash_replicas": make_plan("stash", 2, 1, replicas=(2, 1)),

@@ -176,7 +176,8 @@ class Segments:
     def bytes(self, held: Holding, rows: slice = ALL) -> Matrix:
         """Bytes of one rank of a stage, by `Evaluation.memory`'s formula."""
         updated = held.gradient_buffers + held.optimizer_factor
-        counts = held.versions, updated, 1, held.saved, held.received, held.returned, 1
+        weights = held.versions / held.readers, updated, 1 / held.readers
+        counts = *weights, held.saved, held.received, held.returned, 1
         parts = (n * table[rows] for n, table in zip(counts, self.byte_tables, strict=True) if n)
         total: Matrix = sum(parts)  # type: ignore[assignment]
         return total

@@ -164,7 +164,7 @@ def _costed(graph: OpGraph) -> bool:
 
 def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
     claimed = plan.certificate.objective_seconds
-    flush = not plan.training.kind.stream
+    flush = plan.training.kind.drains
     # The planner counts a gradient for every value that has one; some never return over an edge.
     wide = [edge.value for edge in plan.edges if graph.values[edge.value].needs_gradient]
     narrow = [edge.value for edge in plan.edges if edge.gradient]
@@ -194,7 +194,7 @@ def _seconds_of(plan: Plan, cluster: Cluster, returning: Sequence[str]) -> float
     times = times_of(plan, cluster, returning)
     if all(stage.replicas == 1 for stage in plan.stages):
         times = replace(times, clips=False)  # the planner leaves out what all straight plans take
-    if kind.stream:
+    if not kind.drains:
         return times.period(in_flight, m)
     times = replace(times, half_duplex=(False,) * len(plan.stages))  # at least, where it is not
     try:

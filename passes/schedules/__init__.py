@@ -76,7 +76,7 @@ def warmup(
         together = here + there - 2 * gcd(here, there) if kind.updates_each else 0
         depths[stage] = -(-((depths[stage + 1] + 1 + extra) * there + together) // here)
     depths = [depth + (kind.extra or 0) for depth in depths]
-    return _scaled(depths, most) if kind.stream else tuple(map(min, depths, most))
+    return tuple(map(min, depths, most)) if kind.drains else _scaled(depths, most)
 
 
 @lru_cache(maxsize=256)

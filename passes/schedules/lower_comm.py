@@ -123,8 +123,7 @@ class Column:
 
     def channel(self, send: Instruction) -> deque[Instruction]:
         """Its sends that are in flight."""
-        key = (send.action.kind, send.edge, send.peer, send.target)
-        return self.sends.setdefault(key, deque())
+        return self.sends.setdefault((send.action.kind, send.edge, send.peer, send.target), deque())
 
     def wait_send(self, sent: Instruction) -> None:
         where = (sent.stage, sent.minibatch, sent.microbatch, sent.edge, sent.peer, 0, sent.target)
@@ -224,7 +223,8 @@ class StagePart:
             first = next((t for t, _ in self.waiting), 1)
             self.post_collective(self.column.closing(self.stage, first) - 1)
         early = self.spec.gathers(self.stage) and self.spec.halfway(self.stage)
-        alone = self.spec.kind.alone and not self.sums.owned  # or it would wait here for the sums
+        kind = self.spec.kind  # an owner of tied weights would wait here for their sums
+        alone = (kind.alone or kind.dispatched) and not self.sums.owned
         if not self.to_post and upto == "update" and (early or alone):
             self.idle.add(0)  # others are not to wait for its own update
             self.post_collective(-self.spec.reach - 1)

@@ -20,10 +20,27 @@ as long as a forward:
     rank 1 F0.1 F1.0 F2.1 B2.1 B2.1 F0.3 B1.0 B1.0 F1.2 B0.1 B0.1 F2.3 B2.3 B2.3 B1.2 B1.2 B0.3 B0.3
 
 A rank holds as many microbatches as it has stages: with recomputation their inputs alone.
+
+Where weights may be old, an update that waits for other ranks comes as late as is legal, before the
+first forward that needs it: gradients are summed while the next minibatch runs.
 """
 
 from __future__ import annotations
 
-from pdcompile.passes.schedules.interleaved import order
+from collections.abc import Iterator, Sequence
 
-__all__ = ["order"]
+from pdcompile.passes.schedules import interleaved
+from pdcompile.schedule import Action
+from pdcompile.schedule.registry import StageWork, Task
+
+
+def order(stages: Sequence[StageWork]) -> Iterator[Task]:
+    """The tasks of one rank in one call."""
+    late = {own.stage: own.late and own.lag > 0 for own in stages}
+    due = [(t, own.stage) for own in stages for t in own.unstepped if own.flush or t < -own.lag]
+    for minibatch, stage in sorted(due):  # all stages make one before any makes the next
+        if late[stage]:
+            yield Task(stage, Action.STEP, minibatch, -1)
+    for task in interleaved.order(stages):
+        if task.action is not Action.STEP or not (late[task.stage] or stages[0].flush):
+            yield task

@@ -13,7 +13,8 @@ The timing model, all of it:
 - WAIT_RECV and WAIT_SEND end when their transfer ends.  A hop inside a rank takes no time.
 - WAIT_REDUCE ends 2 (r − 1) (bytes / r / bandwidth + latency) after the last of r replicas
   has posted (ring); where updates are made at homes, half of it (reduce-scatter), and WAIT_GATHER
-  the other half (all-gather) after the last has given its weights.  WAIT_NORMS ends one latency
+  the other half (all-gather) after the last has given its weights, at once where all read them in
+  one memory.  WAIT_NORMS ends one latency
   after the last rank has posted.  All use the slowest level between members and do not slow
   transfers down.  LOSS takes no time.
 """
@@ -198,7 +199,7 @@ class Clock(Visitor):
         if one.action.kind in REPLICATED:
             stage = self.plan.stages[one.stage]
             seconds = stage.deployment.sum_seconds(link, stage.trainable_bytes)
-            end = now + (seconds / 2 if self.spec.homes else seconds)
+            end = now + (seconds / 2 if self.spec.homes else seconds) * self._sent(one)
         else:
             end = now + message_seconds(link, 0.0)
         operation.note = TimelineEvent(
@@ -209,12 +210,16 @@ class Clock(Visitor):
             self.events += [replace(operation.note, rank=each) for each in members]
         self.walk.end(operation, until=end)
 
+    def _sent(self, one: Instruction) -> bool:
+        """False for weights that come from their homes without being sent."""
+        return not (self.spec.once and one.action.kind is Kind.GATHER)
+
     def bytes_of(self, one: Instruction) -> int:
         """Bytes that a rank puts on its links: of a send, or its part of a ring."""
         if one.action.phase is Phase.POST and one.action.kind in REPLICATED:
             stage = self.plan.stages[one.stage]
             both = stage.deployment.summed_bytes(stage.trainable_bytes)
-            return -(-both // 2) if self.spec.homes else both
+            return -(-both // 2) * self._sent(one) if self.spec.homes else both
         if one.action.phase is not Phase.SEND:
             return 0
         values = one.action.kind in (Kind.VALUE, Kind.GRADIENT)

@@ -23,7 +23,8 @@ _Parts = tuple[int, ...]  # the lines of a ledger
 def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...]:
     """One ledger a rank, for these successive programs: what its stages hold at their peak.
 
-    Weights: trainable ones times live versions, others once.  Optimizer: the factor times what
+    Weights: trainable ones times live versions, others once; of a stage whose replicas read one
+    memory each has its share.  Optimizer: the factor times what
     this stage updates itself (not the copies of a tied parameter that another stage owns).
     Gradients: buffers of all trainable parameters, from a minibatch's first backward, which makes
     them one by one, to its update; those of copies until they are passed on.
@@ -140,8 +141,9 @@ class _StageLedger:
         self.copies = min(copies, stage.trainable_bytes)
         self.owned = stage.trainable_bytes - self.copies
         older = self.spec.versions(self.index) - 1
-        self.weights = stage.parameter_bytes + older * stage.trainable_bytes
         ranks = self.spec.ranks[self.index]
+        readers = len(ranks) if self.spec.once else 1
+        self.weights = -(-(stage.parameter_bytes + older * stage.trainable_bytes) // readers)
         self.replica = ranks.index(self.rank)
         updated = self.owned / len(ranks) if self.spec.homes else self.owned
         if stage.home_bytes:
@@ -183,7 +185,7 @@ class _StageLedger:
             self.buffers.add(self.spec.closing(self.index, at[0]))  # sums, of idle replicas too
             largest = max(BUCKET_BYTES, self.stage.largest_gradient_bytes)
             self._note(workspace=min(self.owned, largest))
-        elif action.kind is Kind.GATHER:  # packed, from the update until they have come
+        elif action.kind is Kind.GATHER and not self.spec.once:  # packed, from the update on
             self.received += self.owned if action is Action.POST_GATHER else -self.owned
         elif action.phase in _TRANSFER:
             if one.peer == self.rank:

@@ -37,6 +37,7 @@ class Holding:
     saved: int
     received: int
     returned: int = 0
+    readers: int = 1  # ranks that have its weights together
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,7 @@ class Evaluation:
             self.deployment.homes,
             self.deployment.patterns,
             self.deployment.paces,
+            any(one.readers > 1 for one in self.deployment.holdings),
         )
 
     @cached_property
@@ -210,7 +212,8 @@ class Evaluation:
         )
         holding, owned = self.deployment.holdings[s], trainable - copied
         return (
-            trainable * holding.versions + math.floor(owned * holding.optimizer_factor) + frozen,
+            (trainable * holding.versions + frozen) // holding.readers
+            + math.floor(owned * holding.optimizer_factor),
             owned * holding.gradient_buffers,
             holding.saved * saved
             + holding.received * received

@@ -299,7 +299,14 @@ class Plan:
             training.joint,
             training.updates == "home",
             tuple(stage.turns for stage in self.stages) if self.patterned else (),
+            self.once,
         )
+
+    @property
+    def once(self) -> bool:
+        """True if replicas of a stage read its weights in one memory of their host."""
+        kind, homes = self.training.kind, self.training.updates == "home"
+        return kind.dispatched and homes and (not self.cluster or self.machines.on_host)
 
     @property
     def patterned(self) -> bool:

@@ -77,6 +77,7 @@ class PipelineTimes:
             is after them.
         patterns: the turns in which the ranks of each stage take microbatches; empty: each in turn.
         paces: seconds of each rank of a stage, by those of the slowest; empty: they are all alike.
+        once: whether nothing is sent for weights to come back from their homes.
     """
 
     forward: Sequence[float]
@@ -92,6 +93,7 @@ class PipelineTimes:
     homes: bool = False
     patterns: Sequence[Pattern] = ()
     paces: Sequence[Sequence[float]] = ()
+    once: bool = False
 
     @staticmethod
     def of_hops(
@@ -218,7 +220,7 @@ class PipelineTimes:
         ]
         norms = message_seconds(self._among(), 0.0) if self.clips else None
         reductions = [self.reduction(s) for s in range(len(self.ranks))]
-        back = [one / 2 if self.homes else 0.0 for one in reductions]
+        back = [one / 2 if self.homes and not self.once else 0.0 for one in reductions]
         return walk.updated(updates or reductions, back, norms, finals)
 
     def critical_path(self, warmup: Sequence[int], num_microbatches: int) -> Path:
@@ -281,10 +283,10 @@ class PipelineTimes:
         return found if kind == "final" else sorted(found, key=lambda one: by_distance(one[0]))
 
     def reduction(self, s: int) -> float:
-        """Ring all-reduce of the stage's gradients over the slowest level that it spans."""
+        """Ring all-reduce of gradients over the slowest level of a stage; half if none returns."""
         first, *others = self.ranks[s] if kind_of(self.schedule).trains else self.ranks[s][:1]
         link = slowest(self.link(first, other) for other in others)
-        return ring_seconds(link, self.reduced[s], 1 + len(others))
+        return ring_seconds(link, self.reduced[s], 1 + len(others)) / (1 + self.once)
 
     def _among(self) -> Link:
         first, *others = dict.fromkeys(rank for ranks in self.ranks for rank in ranks)
@@ -332,6 +334,7 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         plan.training.updates == "home",
         plan.spec.patterns,
         [stage.paces or (1.0,) * stage.replicas for stage in plan.stages],
+        plan.spec.once,
     )
 
 

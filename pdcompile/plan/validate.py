@@ -83,8 +83,15 @@ def pipeline(plan: Plan) -> Iterator[Finding]:
         if edge.targets and min(edge.targets) <= edge.source:
             message = f"goes from stage {edge.source} to stage {min(edge.targets)}"
             yield path, message, "values only go to later stages"
+    kind = find(plan.training.schedule)
+    late = kind is not None and kind.stream and kind.drains
     for i, tied in enumerate(plan.tied):
         path = f"tied[{i}].stages"
+        holders = [stage for stage in plan.stages if stage.index in tied.stages]
+        if late and len({tuple(sorted(stage.ranks)) for stage in holders}) > 1:
+            message = f"{tied.fqn!r} is on stages {list(tied.stages)}, which have unlike ranks"
+            remedy = "a number of stages that has no common divisor with that of ranks"
+            yield path, f"{message} under {plan.training.schedule!r}", remedy
         if len(tied.stages) < 2:
             message = f"{tied.fqn!r} is tied to fewer than two stages"
             yield path, message, "list only parameters held by several stages"

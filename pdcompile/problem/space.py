@@ -177,7 +177,7 @@ class Setting:
     @property
     def scale(self) -> int:
         """Microbatches of a step, where what is minimised are the seconds of one."""
-        return self.num_microbatches if kind_of(self.schedule).stream else 1
+        return 1 if kind_of(self.schedule).drains else self.num_microbatches
 
 
 @dataclass(frozen=True, slots=True)

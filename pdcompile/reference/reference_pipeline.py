@@ -32,7 +32,6 @@ from pdcompile.batch.step_result import (
     check_loss,
     own_loss,
     scaled_loss,
-    total_loss,
 )
 from pdcompile.eager.autocast import autocast_region, autocast_text
 from pdcompile.eager.gradients import memory_of
@@ -50,6 +49,7 @@ from pdcompile.options.option_checks import (
 )
 from pdcompile.reference.checks import check_model, check_options, chosen_model
 from pdcompile.reference.reference_state import ReferenceState
+from pdcompile.reference.replica_sums import ReplicaSums
 from pdcompile.reference.tied_uses import TiedUses
 from pdcompile.reference.versions import Groups, Versions, learning_rates, weight_ages
 from pdcompile.schedule.registry import kind_of
@@ -78,6 +78,7 @@ class Reference(ReferenceState):
         self._groups = Groups(self._model, ages, partial(learning_rates, options))
         plan = options.plan
         self._uses = TiedUses(self._model, () if plan is None else plan.tied)
+        self._sums = ReplicaSums(self._model, plan)
         lag = max((age.lag for age in ages.values()), default=0)
         self._scale = loss_scale(options.grad_scaler, lag)
         if self._versions.stale:
@@ -181,6 +182,7 @@ class Reference(ReferenceState):
             torch.set_grad_enabled(training),
             preserved_rng(self._device, apart=True),
             self._uses.of_minibatch() if training else nullcontext(),
+            self._sums.of_minibatch() if training else nullcontext(),
         ):
             for index, part in enumerate(split(flat.leaves, layout, self._num_microbatches)):
                 with DrawScope(self._model, self._options.seed, number, index) as scope:
@@ -205,7 +207,7 @@ class Reference(ReferenceState):
             self._num_minibatches += 1
         else:
             self._num_evaluations += 1
-        total = total_loss(losses) if losses else None
+        total = self._sums.total(losses) if losses else None
         sizes, dim = microbatch_sizes(layout.size, len(outputs)), layout.usual_dim
         whole = concatenate(outputs, sizes, loss=total, loss_leaf=loss_leaf, batch_dim=dim)
         return StepResult(None if total is None else LazyLoss(total.detach), lambda: whole)
@@ -214,7 +216,8 @@ class Reference(ReferenceState):
         """Backward of the microbatches that wait for it, in their order or that of the schedule."""
         for index in sorted(waiting, key=self._turns.__getitem__ if self._turns else None):
             scope, root = waiting.pop(index)
-            scope.backward([root], [None])
+            with self._sums.of_microbatch(index):
+                scope.backward([root], [None])
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any

@@ -103,7 +103,7 @@ def in_flight(plan: Plan, stage: int) -> int:
 def alternatives_table(plan: Plan) -> Table:
     """One row a choice: its next-best value, by the fastest plan that was tried with it."""
     table = labels.table("choice", "|here", "|next best tried", ">a step", ">change")
-    scale = plan.training.num_microbatches if plan.training.kind.stream else 1
+    scale = 1 if plan.training.kind.drains else plan.training.num_microbatches
     own = plan.certificate.objective_seconds * scale
     for one in plan.alternatives:
         change = f"{100 * (one.step_seconds / own - 1):+.3g} %" if own else "-"
@@ -197,7 +197,7 @@ def in_words(scope: str) -> str:
 def certificate_line(plan: Plan) -> Text:
     """Objective, bound, gap, prover, scope and seconds, as one sentence."""
     certificate = plan.certificate
-    what = "a microbatch" if plan.training.kind.stream else "a step"
+    what = "a step" if plan.training.kind.drains else "a microbatch"
     text = Text("certificate: ")
     text.append(
         certificate.status, style="bold green" if certificate.status == "optimal" else "bold yellow"

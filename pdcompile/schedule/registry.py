@@ -138,6 +138,11 @@ class ScheduleKind:
         return self.lag != 0
 
     @property
+    def drains(self) -> bool:
+        """True if every call ends with all its backwards, whenever their update is."""
+        return not self.stream or self.dispatched
+
+    @property
     def several(self) -> bool:
         """True if a rank may hold several stages."""
         return self.stages_per_rank != 1
@@ -198,7 +203,7 @@ class ScheduleKind:
     @property
     def objective(self) -> Literal["bottleneck", "flush"]:
         """Quantity that the planner minimises: seconds a microbatch, or of a whole minibatch."""
-        return "bottleneck" if self.stream else "flush"
+        return "flush" if self.drains else "bottleneck"
 
     def placement(self, num_stages: int, num_ranks: int) -> tuple[int, ...]:
         """The rank of every stage, where the planner decides."""
@@ -244,7 +249,7 @@ class ScheduleKind:
         """
         if self.updates_each or not self.trains:
             return sys.maxsize if self.trains else 0  # no backward is waited for
-        if self.stream:
+        if not self.drains:
             return self.lag_of(0, 0) * num_microbatches // replicas
         return -(-num_microbatches // replicas) - 1
 
@@ -265,18 +270,16 @@ class ScheduleKind:
         return backward - later, later
 
     def in_flight(self, warmup: int, share: int) -> int:
-        """The most microbatches of one replica, which takes `share`, between forward and backward.
-
-        Those of a stream may be of several minibatches.
-        """
+        """The most microbatches of one replica, which takes `share`, between forward and backward;
+        those of a stream may be of several minibatches."""
         if self.warmup == "all":
             return share
-        return warmup + 1 if self.stream else min(warmup + 1, share)
+        return min(warmup + 1, share) if self.drains else warmup + 1
 
     def slots(self, warmup: int, share: int) -> int:
         """Receive slots of each value that comes in, per replica."""
         most = self.in_flight(warmup, share) + LOOKAHEAD
-        return most if self.stream else min(most, share)
+        return min(most, share) if self.drains else most
 
     def gradient_buffers(self, warmup: int, first: int, *, late: bool) -> int:
         """Minibatches whose gradients a stage holds, by its warm-up and the first stage's.
@@ -289,37 +292,32 @@ class ScheduleKind:
 
 
 DEFAULT = "1f1b"
+EAGER = "updates as eager gradient accumulation does, bit for bit"
 _ROWS = (
     ScheduleKind(
         "gpipe",
-        update="updates as eager gradient accumulation does, bit for bit",
-        source="Huang et al., 2019, arXiv 1811.06965",
+        update=EAGER, source="Huang et al., 2019, arXiv 1811.06965",
         module="pdcompile.passes.schedules.gpipe",
         warmup="all", stages_per_rank=None, in_torch="GPipe",
     ),
     ScheduleKind(
         "1f1b",
-        update="updates as eager gradient accumulation does, bit for bit",
-        source="PipeDream-Flush: Narayanan et al., 2021, arXiv 2006.09503",
-        module="pdcompile.passes.schedules.one_f_one_b",
-        in_torch="1F1B",
+        update=EAGER, source="PipeDream-Flush: Narayanan et al., 2021, arXiv 2006.09503",
+        module="pdcompile.passes.schedules.one_f_one_b", in_torch="1F1B",
     ),
     ScheduleKind(
         "interleaved",
-        update="updates as eager gradient accumulation does, bit for bit",
-        source="Narayanan et al., 2021, arXiv 2104.04473, section 2.2",
+        update=EAGER, source="Narayanan et al., 2021, arXiv 2104.04473, section 2.2",
         module="pdcompile.passes.schedules.interleaved",
         stages_per_rank=None, usual=2, placed=IN_TURN, in_torch="Interleaved1F1B", extra=0,
     ),
     ScheduleKind(
         "zb-h1",
-        update="updates as eager gradient accumulation does, bit for bit",
-        source="Zero Bubble, ZB-H1: Qi et al., 2023, arXiv 2401.10241",
+        update=EAGER, source="Zero Bubble, ZB-H1: Qi et al., 2023, arXiv 2401.10241",
         module="pdcompile.passes.schedules.zero_bubble", splits_backward=True,
     ),
     ScheduleKind(
-        "zb-v",
-        update="updates as eager gradient accumulation does, bit for bit",
+        "zb-v", update=EAGER,
         source="Zero Bubble, ZB-V: Qi et al., 2023 and 2024, arXiv 2401.10241 and 2405.15362",
         module="pdcompile.passes.schedules.zb_v",
         stages_per_rank=2, usual=2, placed=IN_V, splits_backward=True, in_torch="ZBVZeroBubble",
@@ -336,6 +334,13 @@ _ROWS = (
         update="never drains, and updates with gradients of weights that are one minibatch old",
         source="PipeDream-2BW: Narayanan et al., 2021, arXiv 2006.09503",
         module="pdcompile.passes.schedules.two_bw", lag=1,
+    ),
+    ScheduleKind(
+        "round-2bw",
+        update="drains, and updates with gradients of weights that are one minibatch old",
+        source="RoundPipe: Luo et al., 2026, arXiv 2604.27085, with a staleness of 1",
+        module="pdcompile.passes.schedules.round",
+        lag=1, stages_per_rank=None, placed=IN_TURN, dispatched=True,
     ),
     ScheduleKind(
         "stash",
@@ -399,8 +404,7 @@ def find(name: str) -> ScheduleKind | None:
 
 def name_of(schedule: str) -> str:
     """Name of a schedule, where its tasks would be too long."""
-    kind = find(schedule)
-    return schedule if kind is None else kind.name
+    return schedule if (kind := find(schedule)) is None else kind.name
 
 
 @lru_cache(maxsize=64)
@@ -448,8 +452,8 @@ def known_to_torch() -> tuple[str, ...]:
 
 def alternating() -> tuple[str, ...]:
     """Schedules that drain, and in between take one forward and one whole backward in turn."""
-    flush = [KINDS[name] for name in allowed(0)]
-    return tuple(k.name for k in flush if k.warmup == "alternate" and not k.splits_backward)
+    flush = allowed(0)
+    return names(lambda k: k.name in flush and k.warmup == "alternate" and not k.splits_backward)
 
 
 def flush_schedules() -> str:
@@ -459,8 +463,7 @@ def flush_schedules() -> str:
 
 def several_a_rank(per_rank: int = 2) -> str:
     """Schedules under which a rank may hold so many stages, as remedies list them."""
-    kinds = [k for k in KINDS.values() if k.trains and not k.dispatched]
-    return " or ".join(kind.name for kind in kinds if kind.holds(per_rank))
+    return " or ".join(names(lambda k: k.trains and not k.dispatched and k.holds(per_rank)))
 
 
 def usual_stages() -> str:
@@ -486,7 +489,7 @@ def in_turn() -> str:
 
 def one_age_streams() -> str:
     """Streams that sum over stages, as remedies list them."""
-    return " or ".join(repr(k.name) for k in KINDS.values() if k.stream and k.one_age)
+    return " or ".join(map(repr, names(lambda k: not k.drains and k.one_age)))
 
 
 def described() -> str:

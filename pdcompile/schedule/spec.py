@@ -85,6 +85,7 @@ class PipelineSpec:
     clipping: bool
     homes: bool = False  # of updates are spread over the replicas of a stage
     patterns: tuple[Pattern, ...] = ()  # of each stage, see `turns`; empty: each in turn
+    once: bool = False  # replicas of a stage read its weights in one memory
 
     @property
     def kind(self) -> ScheduleKind:
@@ -239,7 +240,7 @@ class PipelineSpec:
         """
         tied = {one for parameter in self.tied for one in parameter.stages}
         alone = self.gathers(stage) and stage not in tied and not self.clipping
-        if not (alone or stage in tied) or not self.kind.stream or self.kind.updates_each:
+        if not (alone or stage in tied) or self.kind.drains or self.kind.updates_each:
             return None
         if any(map(uneven, filter(None, self.patterns))):
             return None
@@ -287,7 +288,8 @@ class PipelineSpec:
         """
         window = self.window(*sorted((stage, other)))
         if kind is Kind.TIED:
-            window = max(1, self.lag(stage) + (max(map(len, self.ranks)) > 1))
+            late = max(map(len, self.ranks)) > 1 or self.kind.drains
+            window = max(1, self.lag(stage) + late)
         elif kind is Kind.WEIGHT:
             window = max(1, self.versions(stage) - 1)
         local = self.ranks[stage] == self.ranks[other] and self.turns(stage) == self.turns(other)

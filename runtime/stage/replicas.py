@@ -62,7 +62,8 @@ class Replicas:
         apart: dict[str, int] = {}
         if isinstance(gathering, GroupSums):  # in one process one update is all replicas'
             apart = {fqn: homes[fqn] for fqn in own}
-            self._gathering = Gathering(gathering, own, apart)
+            brought = {fqn: one for fqn, one in own.items() if fqn not in weights.once}
+            self._gathering = Gathering(gathering, brought, apart)
         self._gradients = Reduction(sums, own, apart)
         self._buffers = Reduction(sums, weights.buffers(written))
         self._maxima = maxima

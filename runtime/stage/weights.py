@@ -10,8 +10,8 @@ into a storage that a graph still needs would give wrong gradients without an er
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,29 @@ from pdcompile.runtime.stage.gradients import StageGradients
 from pdcompile.weights.source import Registered, registered, set_tensor
 
 
+class Shared(NamedTuple):
+    """A parameter in the memory of the host, each of its versions; `here`: this process steps it.
+
+    `own`: the same memory, but what is written there is this process's alone.
+    """
+
+    parameter: nn.Parameter
+    versions: list[Tensor]
+    own: list[Tensor]
+    here: bool
+
+    def keep(self, newest: int) -> None:
+        """Values that a step put elsewhere (p.data = …) come to where others read them."""
+        there = self.versions[newest % len(self.versions)]
+        if self.here and self.parameter.data_ptr() != there.data_ptr():
+            there.copy_(self.parameter.data)
+            self.parameter.data = there
+
+    def leave(self, newest: int) -> None:
+        """The parameter keeps its values, and shares them with nobody who writes them."""
+        self.parameter.data = self.own[newest % len(self.own)]
+
+
 class StageWeights(StageGradients):
     """All versions of a stage's module.  FQNs are canonical names of the model's tensors.
 
@@ -31,14 +54,16 @@ class StageWeights(StageGradients):
     To parameters that other stages hold too backward adds on Parameters of their own, without
     hooks: once an update the stages sum what they have, and hooks run on the owner's sum.  Updates
     of the others arrive by message.  `apart`, and where minibatches overlap: versions, or the only
-    one, have Parameters of their own.  `model` has the opaque modules.
+    one, have Parameters of their own.  `model` has the opaque modules.  `once`: parameters in
+    memory that replicas in other processes read too.
     """
 
     def __init__(
         self, stage: int, compiled: Compiled, tensors: Callable[[str], Tensor], model: nn.Module,
-        *, apart: bool = False,
+        *, apart: bool = False, once: Mapping[str, Shared] | None = None,
     ) -> None:  # fmt: skip
         interface, spec = compiled.interfaces[stage], compiled.stream.spec
+        self.once = {fqn: one for fqn, one in (once or {}).items() if fqn in interface.parameters}
         tied = {t.fqn: stage == t.stages[0] for t in compiled.plan.tied if stage in t.stages}
         masters, slots = dict[str, nn.Parameter](), dict[str, list[nn.Parameter]]()
         self.versions, self.apart = spec.versions(stage), apart or compiled.overlaps
@@ -66,6 +91,8 @@ class StageWeights(StageGradients):
 
     def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:
         """Parameters of their own for the modules of every version."""
+        if fqn in self.once:
+            return [nn.Parameter(one) for one in self.once[fqn].versions]
         data = master.data
         return [nn.Parameter(data.clone() if n else data) for n in range(self.versions)]
 
@@ -112,7 +139,8 @@ class StageWeights(StageGradients):
         self.newest, self.starts_anew, self.updating = number + 1, False, True
         for fqn in self.owned if self.versions > 1 else ():
             new = self.parameter(number + 1, fqn)
-            new.data.copy_(self.parameter(number, fqn).data)
+            if fqn not in self.once or self.once[fqn].here:
+                new.data.copy_(self.parameter(number, fqn).data)
             self._masters[fqn].data = new.data
         return True
 
@@ -123,7 +151,7 @@ class StageWeights(StageGradients):
             (fqn, slot)
             for fqn, slots in self._slots.items()
             for version, slot in enumerate(slots)
-            if version != newest
+            if version != newest and fqn not in self.once  # their homes may go on
         ]
 
     def receive(self, fqn: str, minibatch: int, value: Tensor) -> None:
@@ -139,10 +167,17 @@ class StageWeights(StageGradients):
 
     def adopt(self) -> None:
         """Take over storage that an optimizer or the user gave to a Parameter (p.data = …)."""
+        for one in self.once.values():
+            one.keep(self.newest)
         for fqn in self.owned if self.apart else self.tied.intersection(self.owned):
             newest, master = self.parameter(self.newest, fqn), self._masters[fqn]
             if newest.data_ptr() != master.data_ptr():
                 newest.data = master.data
+
+    def leave(self) -> None:
+        """The connections are about to close, and nobody writes the weights of others any more."""
+        for one in self.once.values():
+            one.leave(self.newest)
 
     def rebind(self, fqn: str, buffer: Tensor) -> None:
         """Another tensor takes the place of a buffer, in every version's module."""

@@ -200,7 +200,10 @@ class Reduction:
 
 
 class Gathering:
-    """One replica's part in bringing tensors like these from their homes to all replicas."""
+    """One replica's part in bringing tensors like these from their homes to all replicas.
+
+    Without tensors it is a rendezvous: all homes have made the update.
+    """
 
     def __init__(
         self, sums: GroupSums, tensors: Mapping[str, Tensor], homes: Mapping[str, int]
@@ -214,7 +217,7 @@ class Gathering:
             (bucket, self._sums.spread(self._flat([tensors[n] for n in bucket], home), home))
             for bucket in self._buckets
             for home in (self._homes[bucket[0]],)
-        ]
+        ] or [([], self._sums.start(torch.zeros(1)))]
 
     def _flat(self, tensors: list[Tensor], home: int) -> Tensor:
         if home == self._sums.index:
@@ -230,7 +233,7 @@ class Gathering:
         for bucket, handle in self._posted.pop(number):
             flat = handle.wait()
             assert flat is not None
-            if self._homes[bucket[0]] != self._sums.index:
+            if bucket and self._homes[bucket[0]] != self._sums.index:
                 parts = torch.split(flat, [tensors[name].numel() for name in bucket])
                 for name, part in zip(bucket, parts, strict=True):
                     tensors[name].copy_(part.view(tensors[name].shape))

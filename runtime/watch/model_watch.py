@@ -253,7 +253,8 @@ class ModelWatch:
             if name not in self._tied:
                 raise _changed(name, "was written", "a tensor in a container", _BUFFER)
             raise ConfigError(
-                "a parameter was changed that other ranks hold copies of (tied weights)",
+                "a parameter was changed that other ranks hold copies of (tied weights), or this "
+                "very memory (weights once a host)",
                 where=name,
                 remedy="call pipe.load_state_dict({name: value}) on every rank instead",
             )

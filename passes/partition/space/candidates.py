@@ -24,11 +24,11 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         limits,
         half_duplex(cluster, candidate.ranks),
         [depth + 1 for depth in candidate.warmup],
-        not kind_of(setting.schedule).stream,
+        kind_of(setting.schedule).drains,
         setting.schedule,
         setting.num_microbatches,
         [
-            holding(setting, option, depth, candidate.warmup[0], candidate.warmup[0])
+            holding(setting, option, depth, candidate.warmup[0], candidate.warmup[0], cluster)
             for option, depth in zip(candidate.options, candidate.warmup, strict=True)
         ],
         [option.recompute for option in candidate.options],
@@ -41,7 +41,7 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
 
 
 def holding(
-    setting: Setting, option: StageDeployment, depth: int, first: int, like: int
+    setting: Setting, option: StageDeployment, depth: int, first: int, like: int, cluster: Cluster
 ) -> Holding:
     """Factors of what a rank of a stage holds.
 
@@ -58,6 +58,7 @@ def holding(
         option.kept(in_flight),
         kind.slots(held, share),
         min(GRADIENT_SLOTS, in_flight),
+        option.replicas if kind.dispatched and setting.homes and cluster.on_host else 1,
     )
 
 

@@ -126,7 +126,8 @@ class Matrices:
         into = seats.between(slice(0, p), slice(p, p + r))
         out = seats.between(slice(p, p + r), slice(p + r, None))
         depth, first = self.depth(p, r), self.depth(0, 1)
-        held = holding(self.setting, option, depth, first, first if self.straight else depth)
+        like = first if self.straight else depth
+        held = holding(self.setting, option, depth, first, like, seats.cluster)
         ring = seats.ring(p, r) if r > 1 and kind.trains else None
         self._on[p, option] = found = Coefficients(
             seats.speed(p, r), option, into, out, into.full_duplex and out.full_duplex,

@@ -135,7 +135,7 @@ def simple_bound(
     seconds = prepared.work / speed
     if space.straight:
         seconds = max(seconds, prepared.largest / seats.fastest)
-    m = 1 if kind_of(setting.schedule).stream else setting.num_microbatches
+    m = setting.num_microbatches if kind_of(setting.schedule).drains else 1
     return seconds * m * (1 - 1e-12)
 
 
@@ -273,7 +273,10 @@ def graph_free_ledgers(
         step=setting.step,
         updates="home" if setting.homes else "every",
     )
-    return ledgers_of(plan_of(evaluation(problem, cluster, candidate), training, merge=True))
+    plan = plan_of(evaluation(problem, cluster, candidate), training, merge=True)
+    if plan.once:  # unless devices have memory of their own
+        plan = replace(plan, cluster=cluster.to_toml())
+    return ledgers_of(plan)
 
 
 def limited(cluster: Cluster) -> bool:

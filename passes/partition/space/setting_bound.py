@@ -59,8 +59,9 @@ def setting_bound(
     def held(option: StageDeployment, after: int) -> tuple[float, int]:
         r = widest.get(option.replicas, option.replicas)
         depth = least_depth(setting, r, after, ranks, straight, None)
-        rank = holding(setting, replace(option, replicas=r), depth, depth, depth)
-        return rank.versions + rank.gradient_buffers + rank.optimizer_factor, rank.saved
+        rank = holding(setting, replace(option, replicas=r), depth, depth, depth, cluster)
+        weights = rank.versions / rank.readers + rank.gradient_buffers
+        return weights + rank.optimizer_factor, rank.saved
 
     @cache
     def ring(replicas: int) -> Link:

@@ -1,0 +1,102 @@
+"""Weights once a host: the ranks of dispatched stages have them in one memory.
+
+It is a case of updates at homes.  The home of a parameter steps it where every replica reads it,
+and what brings new weights back is a rendezvous without bytes.  No replica reads the version that
+an update overwrites: its gradients are in the sum that the home has waited for.  The memory has no
+name in any file system: it goes with the last process that has mapped it, however that ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+from torch import Tensor, nn
+
+from pdcompile.errors import ConfigError
+from pdcompile.hardware import devices
+from pdcompile.runtime.stage.weights import Shared
+from pdcompile.runtime.state.model_state import State
+from pdcompile.runtime.transport.launch import WAIT, World
+from pdcompile.schedule.spec import PipelineSpec
+
+_LINE = 64  # bytes between two tensors, of a cache line
+
+
+def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, Shared]:
+    """Moves the parameters that this process holds to memory of the host, by name, where a plan has
+    them there.
+
+    Raises:
+        ConfigError: those of another pipeline are there, or processes cannot map each other's.
+    """
+    if mine := [fqn for fqn, one in state.tensors.items() if _in_host_memory(one)]:
+        raise ConfigError(
+            "another pipeline of this model has its weights where other ranks write them, too",
+            where=mine[0],
+            remedy="close() it first, or have it train a copy (keep_model=True)",
+        )
+    places, size = dict[str, list[int]](), 0
+    for fqn, stages in state.stages.items() if spec.once else ():
+        info, replicated = state.infos[fqn], all(len(spec.ranks[s]) > 1 for s in stages)
+        if info.kind == "parameter" and replicated:
+            count = spec.versions(stages[0]) if info.requires_grad else 1
+            length = -(-info.bytes // _LINE) * _LINE
+            places[fqn] = [size + n * length for n in range(count)]
+            size += count * length
+    if not size:
+        return {}
+    path, file = _file(world, size)
+    try:
+        maps = [torch.from_file(path, one, size, dtype=torch.uint8) for one in (True, False)]
+    except RuntimeError as error:
+        raise ConfigError(
+            f"processes of this host cannot map each other's memory ({error}), where weights are "
+            "once a host",
+            remedy="run them as one user in one container; or updates='every'",
+        ) from error
+    found = dict[str, Shared]()
+    for fqn, offsets in places.items():
+        one = state.tensors.get(fqn)
+        if isinstance(one, nn.Parameter) and not one.is_meta and one.numel():
+            versions, own = ([_at(memory, at, one) for at in offsets] for memory in maps)
+            found[fqn] = Shared(one, versions, own, state.updated_here(fqn))
+            for version in versions:  # all processes write the same values
+                version.copy_(one.data)
+    _meet(world, "moved")
+    if file is not None:
+        os.close(file)
+    for shared in found.values():
+        shared.parameter.data = shared.versions[0]
+    return found
+
+
+def _in_host_memory(tensor: Tensor) -> bool:
+    """True if a tensor is where other processes write it."""
+    here = isinstance(tensor, nn.Parameter) and devices.on_host(tensor)
+    return here and str(tensor.untyped_storage().filename).startswith("/proc/")
+
+
+def _at(memory: Tensor, offset: int, like: Tensor) -> Tensor:
+    flat = memory[offset : offset + like.nbytes].view(like.dtype)
+    return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+
+
+def _file(world: World, size: int) -> tuple[str, int | None]:
+    """A file in memory that every process can open, and its number in the process that made it."""
+    first, key, file = world.processes[0][world.part], f"memory/{world.part}", None
+    if world.process == first:
+        file = os.memfd_create("pdcompile")
+        os.ftruncate(file, size)
+        world.store.set(key, json.dumps(f"/proc/{os.getpid()}/fd/{file}"))
+    with world.peers.log.meeting():
+        world.store.wait([key], WAIT)
+    return json.loads(world.store.get(key)), file
+
+
+def _meet(world: World, name: str) -> None:
+    keys = [f"{name}/{process}" for process in range(world.size)]
+    world.store.set(keys[world.process], "")
+    with world.peers.log.meeting():
+        world.store.wait(keys, WAIT)
