@@ -133,7 +133,7 @@ class Worker:
         self._max_norm = plan.training.max_grad_norm
         self._box: Box = {}
         self._clips_to: float | None = None  # where the user clips what is in .grad now
-        self._weights_at: set[int] | None = None  # their memory; None: it may be another now
+        self.weights_at: set[int] | None = None  # their memory; None: it may be another now
         self._receiving: dict[Key, Handle] = {}
         self._arrived: dict[Key, Tensor] = {}
         self._outgoing: dict[Key, list[Tensor]] = {}  # once for each receiver
@@ -157,7 +157,7 @@ class Worker:
         """A program begins, whose minibatch 0 is number `base`."""
         self.base, self._clips_to = base, max_norm
         self._box = {} if box is None else box
-        self._weights_at, self.weights.updating = None, False
+        self.weights_at, self.weights.updating = None, False
         if feed is not None:
             self.feeds[feed.minibatch] = feed
 
@@ -295,22 +295,13 @@ class Worker:
         for port, edge in wiring.outputs:
             if edge is None and not feed.keep_outputs:
                 continue
-            outputs[port.value] = value = self._apart(values[port.value])
+            outputs[port.value] = value = _apart(self, values[port.value])
             if edge is not None:
                 key = wiring.kind, edge, minibatch, microbatch
                 self._outgoing[key] = [value] * wiring.fan_out[edge]
         if feed.keep_outputs:
             feed.outputs[microbatch] = outputs
         feed.leaves[microbatch] = {}
-
-    def _apart(self, value: Tensor) -> Tensor:
-        """A result of the stage, copied where it is a view of the stage's own tensors."""
-        if self._weights_at is None:
-            self._weights_at = self.weights.memories(parameters=True)
-        value, memory = value.detach(), memory_of(value)
-        if memory in self._weights_at or memory in self.weights.memories(parameters=False):
-            return value.clone()
-        return value
 
     def _backward(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
@@ -334,7 +325,7 @@ class Worker:
         minibatch, scale = self.base + ins.minibatch, self.norms.scale
         skipped = scale is not None and scale.skips(minibatch)
         self.updater.update(self.weights, minibatch, self.stage, skipped=skipped)
-        self._weights_at = None
+        self.weights_at = None
 
     def _gradients(self, minibatch: int) -> dict[str, Tensor]:
         """Gradients of all stages of the rank, by name."""
@@ -378,6 +369,16 @@ _OF_ACTION: dict[Action, _Run] = {
     Action.TELL_LOSS: lambda one, ins: one.losses.tell(one.base + ins.minibatch, ins.peer),
     Action.HEAR_LOSS: lambda one, ins: one.losses.hear(one.base + ins.minibatch, ins.peer),
 }
+
+
+def _apart(worker: Worker, value: Tensor) -> Tensor:
+    """A result of a stage, copied where it is a view of the stage's own tensors."""
+    if worker.weights_at is None:
+        worker.weights_at = worker.weights.memories(parameters=True)
+    value, memory = value.detach(), memory_of(value)
+    if memory in worker.weights_at or memory in worker.weights.memories(parameters=False):
+        return value.clone()
+    return value
 
 
 def run_together(

@@ -56,8 +56,7 @@ class Session(Guarded):
         plan = compiled.plan
         self.compiled = compiled
         self.options = options
-        self.plan = plan
-        self.model = model
+        self.plan, self.model = plan, model
         self.stages_of_rank = compiled.stages_of_rank
         super().__init__(world, compiled.capture)
         self.ranks = list(self.stages_of_rank) if world is None else [world.rank]
