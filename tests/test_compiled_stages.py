@@ -137,6 +137,21 @@ def test_a_function_is_a_backend() -> None:
     assert seen
 
 
+def test_modules_of_dropout_run_as_they_are() -> None:
+    """Compiled, each would be a graph of one op between two stops; a call of F.dropout stays."""
+    found: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes = [one for one in module.graph.nodes if "dropout" in str(one.target)]
+        found.extend(str((one.args[1:], one.kwargs)) for one in nodes)
+        return module.forward
+
+    dynamo.reset()
+    trained(backend, schedule="gpipe")
+    assert any("0.2" in one for one in found)
+    assert not any("0.1" in one for one in found)
+
+
 @pytest.mark.slow
 def test_inductor() -> None:
     options = {"schedule": "1f1b"}

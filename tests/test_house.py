@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_408,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_974),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_689),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_688),
     "trace": (("passes/trace",), 6_627),
     "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (

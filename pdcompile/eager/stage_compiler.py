@@ -1,8 +1,7 @@
 """Stages through torch.compile.
 
 Compiled code stops before each op that draws, for the generator to be seeded, so that masks are
-eager's; and around the model's own opaque modules and the conversions between parts, which run as
-they are.
+eager's; and around opaque modules, dropout and conversions between parts, which run as they are.
 """
 
 from __future__ import annotations
