@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks.published
 
 from random_problems import placement, placement_provers, straight
 
+from tests.helpers import counted_layouts
+
 
 @dataclass(slots=True)
 class Count:
@@ -37,6 +39,7 @@ FAMILIES: dict[str, Callable[[int], tuple[bool, str]]] = {
     **straight.FAMILIES,
     **placement.FAMILIES,
     **placement_provers.FAMILIES,
+    "layouts": counted_layouts.difference,  # of parts, and replicas, cuts and updates in each
 }
 
 

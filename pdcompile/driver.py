@@ -317,7 +317,7 @@ def make_plan(
     step("costs", planner.costs)
     search.check(planner.least_step_seconds())
     step("problem", planner.problem)
-    plan = step("plan", planner.plan)
+    plan = step("plan", partial(planner.plan, search.elsewhere))
     if why_not_timed(plan, planner.options, planner.model) is not None:
         return plan
     return step("refined", lambda: planner.refined(plan, microbatch))

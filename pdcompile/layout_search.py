@@ -23,7 +23,7 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration
 from pdcompile.options.layouts import named
 from pdcompile.pass_runner import Listener
-from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS
+from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, Slower
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Alternative, Plan
 from pdcompile.units import format_seconds
@@ -43,14 +43,6 @@ class Planned(NamedTuple):
     plan: Plan
 
 
-class Slower(Exception):
-    """Raised where no plan of a layout can be as fast as the best one so far."""
-
-    def __init__(self, least_seconds: float) -> None:
-        super().__init__(f"all its work takes {format_seconds(least_seconds)} a step or more")
-        self.least_seconds = least_seconds
-
-
 @dataclass
 class LayoutSearch:
     """Plans of the layouts that were tried.
@@ -66,12 +58,13 @@ class LayoutSearch:
     best_seconds: float = inf
 
     def __post_init__(self) -> None:
-        self._objectives: dict[str, float] = {}  # of a step in each layout that has a plan
+        self._steps: dict[str, float] = {}  # seconds in each layout that has a plan
         self._bounds: dict[str, float] = {}  # of those in each that was not impossible
         self._first: PdcompileError | None = None
         self._time_limit: float | None = None
         self._searched, self._began = 0.0, inf  # seconds; when the search of a layout began
         self._least = 0.0  # seconds that no step of the present layout can take less than
+        self._again = False  # it is the best one, which is searched for longer
 
     def turns(self, layouts: Sequence[Options]) -> Iterator[Options]:
         """Each layout with its share of one half of the time, then the best one with the other.
@@ -87,6 +80,7 @@ class LayoutSearch:
             share = (total / 2 - self._searched) / left
             yield replace(one, time_limit=max(share, min(FIRST_PLAN, total / 2)))
         if self.best is not None:
+            self._again = True
             yield replace(self.best.options, time_limit=max(total - self._searched, total / 2))
 
     @contextmanager
@@ -96,6 +90,8 @@ class LayoutSearch:
             yield
         except Slower as slower:
             self._bounded(options, slower.least_seconds)
+            if slower.seconds < inf:
+                self._steps.setdefault(named(options), slower.seconds)
             self.listener.told(f"{named(options)}: {slower}")
         except NOT_HERE as error:
             if not self.several:
@@ -109,6 +105,11 @@ class LayoutSearch:
         finally:
             self._searched += max(time.monotonic() - self._began, 0.0)
             self._began = inf
+
+    @property
+    def elsewhere(self) -> float:
+        """Seconds of a step that a plan of the present layout has to be faster than."""
+        return inf if self._again else self.best_seconds
 
     def check(self, least_seconds: float) -> None:
         """Take the seconds that no step of the present layout can take less than.
@@ -125,11 +126,10 @@ class LayoutSearch:
         if not self.several:
             self.best = found
             return
-        plan, name, scale = found.plan, named(found.options), _scale(found.plan)
+        plan, name = found.plan, named(found.options)
         seconds = (plan.forecast or simulate(plan).forecast).step_seconds
-        certificate = plan.certificate
-        self._objectives[name] = certificate.objective_seconds * scale
-        self._bounded(found.options, certificate.bound_seconds * scale)
+        self._steps[name] = seconds
+        self._bounded(found.options, plan.certificate.bound_seconds * _scale(plan))
         self.listener.told(f"{name}: {format_seconds(seconds)} a step")
         if seconds <= self.best_seconds:
             self.best, self.best_seconds = found, seconds
@@ -157,8 +157,9 @@ class LayoutSearch:
         )  # fmt: skip
         if certificate.gap > 0:
             certificate = replace(certificate, status="feasible")
-        others = sorted((s, name) for name, s in self._objectives.items() if name != own)
-        rows = [Alternative("parts", own, name, seconds) for seconds, name in others[:1]]
+        others = sorted((s, name) for name, s in self._steps.items() if name != own)
+        updates = self.best_seconds - certificate.objective_seconds * _scale(plan)
+        rows = [Alternative("parts", own, name, s - updates) for s, name in others[:1]]
         plan = replace(plan, certificate=certificate, alternatives=(*plan.alternatives, *rows))
         options = replace(self.best.options, time_limit=self._time_limit)
         return self.best._replace(options=options, plan=plan)

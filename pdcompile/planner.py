@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -129,13 +130,17 @@ class Planner:
         """The problem of the first number of microbatches."""
         return self._problem_at(self.space.microbatches[0])
 
-    def plan(self) -> Plan:
+    def plan(self, elsewhere: float = inf) -> Plan:
         """The best plan of the space, with a note where its stages could be timed and are not.
 
+        Args:
+            elsewhere: seconds of a step that it has to be faster than.
+
         Raises:
+            Slower: it is not.
             InfeasibleError: no plan fits (NotFoundError: none was found).
         """
-        plan = self._best(self._graphs, self._problem_at)
+        plan = self._best(self._graphs, self._problem_at, elsewhere)
         reason = why_not_timed(plan, self.options, self.model)
         if not reason:
             return plan
@@ -180,13 +185,14 @@ class Planner:
         self,
         graphs: Mapping[int, OpGraph],
         problem_at: Callable[[int], PartitionProblem],
+        elsewhere: float = inf,
     ) -> Plan:
         options, tolerance = self.options, self.options.cut_tolerance
         plan = best_plan(
             graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
             time_limit=options.time_limit,
             tolerance=TOLERANCE if tolerance is None else tolerance,
-            seed=self.training.seed, listener=self.listener,
+            seed=self.training.seed, listener=self.listener, elsewhere=elsewhere,
         )  # fmt: skip
         least = _work(graphs) / sum(device.speed for device in self.cluster.devices)
         m = 1 if plan.training.kind.drains else plan.training.num_microbatches

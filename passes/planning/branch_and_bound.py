@@ -69,6 +69,19 @@ LEAVES = "some of the longest path on each stage, where ranks hold several"
 RULES = f"each stage on ranks in a row; {SCOPE}"
 
 
+class Slower(Exception):
+    """Raised where no plan of a space can be, or was found, as fast as one of another space.
+
+    `least_seconds`: no step takes less; `seconds`: of its best plan that was tried, with updates.
+    """
+
+    def __init__(self, least_seconds: float, seconds: float = math.inf) -> None:
+        least, found = format_seconds(least_seconds), format_seconds(seconds)
+        tried = f"; the best plan tried takes {found}" * (seconds < math.inf)
+        super().__init__(f"a step takes {least} or more{tried}")
+        self.least_seconds, self.seconds = least_seconds, seconds
+
+
 @dataclass
 class PlanSearch:
     """One search: what was tried, and what is left."""
@@ -83,6 +96,7 @@ class PlanSearch:
     budget: Budget
     whole: Budget  # with the time in which one of the fastest plans is chosen
     tolerance: float  # see `best_plan`
+    elsewhere: float = math.inf  # as there
     trials: Trials = field(init=False)
     proved: Plan | None = None  # where only the cut is open
     floor: float = math.inf  # bound of what was left unfinished
@@ -94,7 +108,7 @@ class PlanSearch:
     def __post_init__(self) -> None:
         self.trials = Trials(
             self.graph_at, self._prepared, self.cluster, self.training, self.budget,
-            self.listener.told, len(self.space.homes) > 1,
+            self.listener.told, len(self.space.homes) > 1, self.elsewhere,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -132,7 +146,7 @@ class PlanSearch:
             heap.append((branch.bound, next(ticket), branch))
         heapq.heapify(heap)
         while heap and heap[0][0] < trials.below:
-            if trials.found and not heap[0][2].sharp and not trials.over(1.0):
+            if trials.some and not heap[0][2].sharp and not trials.over(1.0):
                 branch = heapq.heappop(heap)[2]
                 branch.sharpen()
                 heapq.heappush(heap, (branch.bound, next(ticket), branch))
@@ -151,9 +165,9 @@ class PlanSearch:
         trials = self.trials
         if self.space.cut_alone:  # ends by itself, with a plan
             return ""
-        if trials.found and not branch.space.placement and not branch.prepared.complete:
+        if trials.some and not branch.space.placement and not branch.prepared.complete:
             return branch.left_out
-        if trials.found and trials.tried - tried >= MAX_TRIED:  # without a plan, time alone ends it
+        if trials.some and trials.tried - tried >= MAX_TRIED:  # without a plan, time alone ends it
             return f"{MAX_TRIED} plans were tried"
         begun = trials.seen or trials.budget.stopped  # one is tried at least
         return "time was over" if begun and trials.over(until) else ""
@@ -236,7 +250,10 @@ class PlanSearch:
         return 0.0 if late else self.trials.below / branch.setting.scale
 
     def result(self) -> Plan:
-        """The best plan with its certificate.  Raises InfeasibleError when there is none."""
+        """The best plan with its certificate.
+
+        Raises InfeasibleError when there is none, Slower when none is better than `elsewhere`.
+        """
         if self.proved is not None:
             return self.proved
         if (dropped := self.trials.confirm()) < math.inf:
@@ -244,6 +261,9 @@ class PlanSearch:
         if not self.trials.found:
             if self.budget.stopped:
                 raise KeyboardInterrupt
+            if self.elsewhere < math.inf:
+                least = min(self.trials.least.values(), default=math.inf)
+                raise Slower(min(self.floor, self.elsewhere), least)
             raise no_plan(
                 self.prepared, self.cluster, self.space, self.training,
                 unproved=[*self.unproved, *left_out(self.space, self.cluster)],
@@ -426,6 +446,7 @@ def best_plan(
     tolerance: float = 0.0,
     seed: int = 0,
     listener: Listener | None = None,
+    elsewhere: float = math.inf,
 ) -> Plan:
     """The best plan of the space; its certificate says what was exhausted.
 
@@ -439,8 +460,11 @@ def best_plan(
         tolerance: of the fastest plan's objective, within which other cuts may be preferred (see
             `border_cuts`); 0: the fastest plan.
         seed: equal seeds give equal plans as long as the time limit is not reached.
+        elsewhere: seconds of a step, with its updates, of a plan that there is in another space;
+            only better ones are sought, unless only the cut is open.
 
     Raises:
+        Slower: no better one than that was found.
         InfeasibleError: no plan fits; names what lacks.
         NotFoundError: none was found that does, and the space is not exhausted; says why.
         ConfigError: constraints that need a number of stages.
@@ -455,6 +479,7 @@ def best_plan(
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,
             listener or Listener(), Budget(seconds - kept, within=whole), whole, tolerance,
+            elsewhere,
         )  # fmt: skip
         search.run()
         search.improve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -162,9 +163,12 @@ def _near(r: random.Random, held: list[int]) -> int:
     return max(1, r.choice(held) + r.choice((0, 0, -1, 4, -4, 64)))
 
 
-def explored(case: WholeSpace, time_limit: float | None = None, tolerance: float = 0.0) -> Plan:
+def explored(
+    case: WholeSpace, time_limit: float | None = None, tolerance: float = 0.0,
+    elsewhere: float = math.inf,
+) -> Plan:  # fmt: skip
     given = case.graph_at, case.problem, case.cluster, case.space, case.training
-    return best_plan(*given, time_limit=time_limit, tolerance=tolerance)
+    return best_plan(*given, time_limit=time_limit, tolerance=tolerance, elsewhere=elsewhere)
 
 
 def verdict(case: WholeSpace) -> str:

@@ -15,7 +15,7 @@ from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
-from pdcompile.passes.planning.branch_and_bound import best_plan
+from pdcompile.passes.planning.branch_and_bound import Slower, best_plan
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training
@@ -93,6 +93,23 @@ def test_nothing_of_the_space_is_better() -> None:
                     best = min(best, seconds_of(problem, cluster, one) * every)
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds
     assert step_seconds(plan) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("schedules", [("1f1b",), ("2bw", "1f1b")])
+def test_only_what_is_faster_than_another_plan_is_sought(schedules: tuple[str, ...]) -> None:
+    graph, cluster = chain(3), cluster_of(*(Device(),) * 3, rate=1e2)
+    space = SearchSpace("any", (False,), schedules, (2, 4), (0, 1))
+    best = explored(graph, cluster, space)
+    seconds = step_seconds(best)
+    again = explored(graph, cluster, space, elsewhere=1.01 * seconds)
+    assert (again.stages, again.certificate.status) == (best.stages, "optimal")
+    with pytest.raises(Slower) as slower:
+        explored(graph, cluster, space, elsewhere=0.99 * seconds)
+    assert slower.value.least_seconds == pytest.approx(0.99 * seconds)  # it was exhausted
+    assert slower.value.seconds >= seconds * (1 - 1e-9)
+    with pytest.raises(Slower) as slower:
+        explored(graph, cluster, space, elsewhere=0.99 * seconds, time_limit=0.0)
+    assert slower.value.least_seconds <= 0.99 * seconds
 
 
 @pytest.mark.sample(1)

@@ -72,7 +72,7 @@ class FirstPlans:
         heapq.heapify(heap)
         while heap and not trials.over(JUDGING):
             seconds, _, branch = heapq.heappop(heap)
-            if trials.found and seconds >= trials.below_with_gain:
+            if trials.seen and seconds >= trials.below_with_gain:
                 break
             schedule, less = branch.setting.schedule, 1.0
             share = min(branch.seats.share, self.memory.get(schedule, 1.0))

@@ -45,6 +45,7 @@ class Trials:
     budget: Budget
     tell: Callable[[str], None]
     any_updates: bool = False  # at homes or not is open
+    elsewhere: float = math.inf  # seconds of a step of a plan that there is in another space
     floor: float = 0.0  # no candidate is better
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     #: what may lack memory: seconds of a step, share by the graph-free ledger
@@ -62,12 +63,17 @@ class Trials:
     @property
     def below(self) -> float:
         """Seconds of a step that a better candidate has less of."""
-        return self.found[-1][0] * (1 - EXACT) if self.found else math.inf
+        return min(self.elsewhere, self.found[-1][0] if self.found else math.inf) * (1 - EXACT)
 
     @property
     def below_with_gain(self) -> float:
         """The same, by `price`."""
-        return min(itertools.starmap(self.price, self.found), default=math.inf) * (1 - EXACT)
+        return min([self.elsewhere, *itertools.starmap(self.price, self.found)]) * (1 - EXACT)
+
+    @property
+    def some(self) -> bool:
+        """True once there is a plan, here or elsewhere."""
+        return self.below < math.inf
 
     def price(self, seconds: float, candidate: Candidate) -> float:
         """Seconds of a step and its updates, with what its schedule costs beside the forecast."""
@@ -200,7 +206,7 @@ class Trials:
         """Note a candidate that is not better, for `alternatives`, if it fits by the estimate."""
         setting, best = candidate.setting, choices(self.best).items() if self.found else ()
         other = [one for one in choices(candidate).items() if one not in best]
-        if best and any(seconds < self.least.get(one, math.inf) for one in other):
+        if any(seconds < self.least.get(one, math.inf) for one in other):
             exact, share = timed(self._problem(candidate), self.cluster, candidate)
             if share <= 1:
                 self._note(exact * setting.scale, candidate)
