@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_377),
     "verify": (("passes/verify",), 1_512),
     "parts": (("passes/parts", "pdcompile/parts"), 3_957),
-    "runtime": (("runtime",), 9_649),
+    "runtime": (("runtime",), 9_660),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_684,
