@@ -32,7 +32,6 @@ from tests.test_parts.test_pipelines import checkpoints_fit
 from tests.test_replicas_on_ranks import TORCHRUN
 from tests.test_schedules import drawn, drawn_in
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 OPTIONS: dict[str, Any] = {"schedule": "round", "microbatches": 4, "max_grad_norm": 0.3,
     "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}  # fmt: skip
 compiled = partial(alike.compiled, stages=5, **OPTIONS)
@@ -82,6 +81,7 @@ def test_every_pipeline_is_proved_and_timed_as_by_the_simulator(plan: Plan) -> N
     assert same_clock(found, plan, simulate(plan, timeline=False).forecast.step_seconds)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("build", "ranks", "options"),
     [

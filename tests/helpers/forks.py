@@ -1,7 +1,7 @@
 """Runs scripts in forks of a process that has imported everything: a rank starts at once.
 
-Each line that comes in asks for one run, a JSON list of ranks: {"script", "arguments", "folder",
-"environment", "output"}.  Each line that goes out answers: the process numbers as soon as the
+Each line that comes in asks for one run, a JSON list of ranks: {"first", "script", "arguments",
+"folder", "environment", "output"}; "first" is run once before they start.  Each line that goes out answers: the process numbers as soon as the
 ranks run, the exit codes when all have ended.  A fork runs its script as the interpreter would: as
 `__main__`, with its own exit code, hooks and last line.
 """
@@ -38,17 +38,21 @@ import torch  # noqa: E402
 import pdcompile  # noqa: E402
 
 # What most ranks need, so that no fork has to read it again.
-from examples.gpt import GPT, loss_fn  # noqa: E402
+from examples.gpt import loss_fn  # noqa: E402
 from pdcompile import driver, reference  # noqa: E402, F401
 from pdcompile.releases.torch_internals import import_compiler  # noqa: E402
 from tests.helpers import models, pipelines  # noqa: E402, F401
+from tests.helpers.captures import capture_once  # noqa: E402
+from tests.helpers.divided import batch_of, model_of  # noqa: E402
 
 
 def rank_to_run() -> dict[str, Any]:
     """What a fork has to run; the first process stays in here until nobody asks any more."""
     for line in sys.stdin:
-        started = []
-        for rank in json.loads(line):
+        started, ranks = [], json.loads(line)
+        with torch.random.fork_rng():
+            exec(ranks[0]["first"], {})
+        for rank in ranks:
             child = os.fork()
             if child == 0:
                 return rank
@@ -74,13 +78,16 @@ def become(rank: dict[str, Any]) -> None:
 
 import_compiler()
 torch.set_num_threads(1)
-# The first compilation of a process takes three times as long as the next ones.
+# The first compilation of a process takes three times as long as the next ones; and most ranks that
+# are parts of a stage capture this model.
+driver.capture = capture_once  # type: ignore[attr-defined]
 with torch.random.fork_rng():
-    model, ids = GPT(1, 8, 2, 4), torch.zeros(2, 4, dtype=torch.int64)
+    inputs, target = batch_of("gpt")
     pdcompile.compile(
-        model, ids, example_target=ids, loss_fn=loss_fn, costs="estimated", progress=False
-    )
-del model, ids
+        model_of("gpt"), inputs, example_target=target, loss_fn=loss_fn, microbatches=4,
+        costs="estimated", progress=False,
+    )  # fmt: skip
+del inputs, target
 gc.collect()
 gc.freeze()  # a collection in a fork would copy all that is shared
 rank = rank_to_run()
