@@ -35,7 +35,8 @@ def gpt(**options: Any) -> pdcompile.Pipeline:
     ids = torch.randint(256, (8, 16))
     return pdcompile.compile(
         GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated",
-        verify="off", **{"microbatches": 4, "cluster": "1x4", "stages": 2, "replicas": 2, **options},
+        verify="off",
+        **{"microbatches": 4, "cluster": "1x4", "stages": 2, "replicas": 2, **options},
     )  # fmt: skip
 
 

@@ -37,9 +37,9 @@ def compiled(model: torch.nn.Module, **options: Any) -> pdcompile.Pipeline:
     )
 
 
-def model() -> torch.nn.Module:
+def model(layers: int = 2) -> torch.nn.Module:
     torch.manual_seed(0)
-    return kimi.Model()
+    return kimi.Model(layers=layers)
 
 
 def eager(made: torch.nn.Module, limit: float, replicas: int = 1) -> dict[str, torch.Tensor]:
@@ -67,12 +67,12 @@ def eager(made: torch.nn.Module, limit: float, replicas: int = 1) -> dict[str, t
 def clipped_and_free() -> tuple[dict[str, torch.Tensor], ...]:
     """Weights in plain PyTorch with the limit and without one, and those of the reference."""
     reference = pdcompile.reference(
-        model(), optimizer=partial(kimi.optimizer, limit=LIMIT),
+        model(5), optimizer=partial(kimi.optimizer, limit=LIMIT),
         schedule="1f1b", loss_fn=kimi.loss_fn, microbatches=4,
     )  # fmt: skip
     for x, y in BATCHES:
         reference.step(x, target=y)
-    return eager(model(), LIMIT), eager(model(), 1e9), reference.state_dict()
+    return eager(model(5), LIMIT), eager(model(5), 1e9), reference.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def clipped_and_free() -> tuple[dict[str, torch.Tensor], ...]:
 def test_clipped_as_in_plain_pytorch(options: dict[str, Any]) -> None:
     """One dense layer and four with experts; a clip that shrinks, by peaks of all microbatches."""
     expected, free, reference = clipped_and_free()
-    with compiled(model(), **options) as pipe:
+    with compiled(model(5), **options) as pipe:
         for x, y in BATCHES:
             pipe.step(x, target=y)
         found = pipe.state_dict()
@@ -107,7 +107,7 @@ def test_muon_on_replicas_of_several_stages_a_rank(updates: str) -> None:
         parameters.buffer = lambda *_: torch.zeros(1)
         return kimi.optimizer(parameters)
 
-    made = model()
+    made = model(5)
     expected = eager(copy.deepcopy(made), 1e9, replicas=2)
     options = {"replicas": 2, "cluster": "1x4", "updates": updates, "optimizer": optimizer}
     with compiled(made, **options) as pipe:
@@ -145,7 +145,7 @@ def test_what_a_step_would_find_otherwise_is_refused(options: dict[str, Any], ma
 )
 def test_replicas_clip_by_the_largest_of_all(options: dict[str, Any]) -> None:
     """Replicas of one process share the update that one of them makes; states are read between."""
-    made = model()
+    made = model(options.get("stages", 2))
     expected = eager(copy.deepcopy(made), LIMIT, replicas=2)
     with compiled(made, **REPLICAS | options) as pipe:
         for x, y in BATCHES:
@@ -189,7 +189,7 @@ RANKS = """
 
 
 def test_replicas_on_ranks_clip_by_the_largest_of_all(tmp_path: Path) -> None:
-    captured = "from tests.test_optimizer_buffers import compiled, model\ncompiled(model())"
+    captured = "from tests.test_optimizer_buffers import REPLICAS, compiled, model\ncompiled(model(), **REPLICAS)"
     run = processes(RANKS, 4, tmp_path, first=captured)
     assert run.code == 0, run
     assert run.output.count("AGREE True") == 2, run
@@ -211,7 +211,7 @@ def test_a_buffer_that_there_is_not() -> None:
         return torch.optim.SGD(parameters, lr=0.1)
 
     with pytest.raises(ConfigError, match="no stage of this rank"):
-        compiled(model(), optimizer=optimizer).prepare()
+        compiled(model(), optimizer=optimizer, schedule="1f1b", stages=2).prepare()
 
 
 def test_a_step_finds_a_buffer_that_training_only_reads() -> None:

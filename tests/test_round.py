@@ -104,6 +104,7 @@ def test_training_is_that_of_the_reference(build: Any, ranks: int, options: Any)
     alike.train_alike(pipe, build, atol=2e-5, **OPTIONS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("build", [mlp, unet])
 def test_a_microbatch_a_rank_is_the_reference_bit_for_bit(build: Any) -> None:
     """Sums over ranks are then in the order of microbatches."""

@@ -1,9 +1,10 @@
 """Runs scripts in forks of a process that has imported everything: a rank starts at once.
 
 Each line that comes in asks for one run, a JSON list of ranks: {"first", "script", "arguments",
-"folder", "environment", "output"}; "first" is run once before they start.  Each line that goes out answers: the process numbers as soon as the
-ranks run, the exit codes when all have ended.  A fork runs its script as the interpreter would: as
-`__main__`, with its own exit code, hooks and last line.
+"folder", "environment", "output"}; "first" is run once before they start.  Each line that goes out
+answers: the process numbers as soon as the ranks run, the exit codes when all have ended.  A fork
+runs its script as the interpreter would: as `__main__`, with its own exit code, hooks and last
+line.
 """
 
 from __future__ import annotations
