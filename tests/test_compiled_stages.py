@@ -37,6 +37,8 @@ class Sign(nn.Module):
 class Model(nn.Module):
     """Draws by modules and by functions, counts its calls in a buffer."""
 
+    captured_once = True
+
     def __init__(self, *, opaque: bool = False) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)

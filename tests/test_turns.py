@@ -349,7 +349,7 @@ def test_asynchronous_programs_are_proved_with_any_turns(data: st.DataObject) ->
     )  # fmt: skip
     depths, depth = list[int](), 0
     for _ in counts:
-        depth += data.draw(st.integers(0, 3))
+        depth += data.draw(st.integers(0, 2))
         depths.insert(0, depth)
     turned_ = turned(data.draw, plan)
     training = replace(plan.training, warmup=tuple(depths))

@@ -38,9 +38,7 @@ class Told(Listener):
         self.lines.append(text)
 
 
-def searched(
-    limit: float, told: Told, memory: int | None = None, layers: int = 400
-) -> Plan:
+def searched(limit: float, told: Told, memory: int | None = None, layers: int = 400) -> Plan:
     """A chain of layers that has too many cuts to look at all, on eight devices."""
     levels = (Level("host", 4, 1e6), Level("network", 2, 1e5))
     cluster = Cluster((Device("cpu", memory),) * 8, levels)
