@@ -189,11 +189,7 @@ RANKS = """
 
 
 def test_replicas_on_ranks_clip_by_the_largest_of_all(tmp_path: Path) -> None:
-    first = """
-    from tests.test_optimizer_buffers import REPLICAS, compiled, model
-    compiled(model(), **REPLICAS)
-    """
-    run = processes(RANKS, 4, tmp_path, first=first)
+    run = processes(RANKS, 4, tmp_path)
     assert run.code == 0, run
     assert run.output.count("AGREE True") == 2, run
     assert (

@@ -1,10 +1,9 @@
 """Runs scripts in forks of a process that has imported everything: a rank starts at once.
 
-Each line that comes in asks for one run, a JSON list of ranks: {"first", "script", "arguments",
-"folder", "environment", "output"}; "first" is run once before they start.  Each line that goes out
-answers: the process numbers as soon as the ranks run, the exit codes when all have ended.  A fork
-runs its script as the interpreter would: as `__main__`, with its own exit code, hooks and last
-line.
+Each line that comes in asks for one run, a JSON list of ranks: {"script", "arguments", "folder",
+"environment", "output"}.  Each line that goes out answers: the process numbers as soon as the
+ranks run, the exit codes when all have ended.  A fork runs its script as the interpreter would: as
+`__main__`, with its own exit code, hooks and last line.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ from tests.helpers.divided import batch_of, model_of  # noqa: E402
 def rank_to_run() -> dict[str, Any]:
     """What a fork has to run; the first process stays in here until nobody asks any more."""
     for line in sys.stdin:
-        started, ranks = [], json.loads(line)
-        with torch.random.fork_rng():
-            exec(ranks[0]["first"], {})
-        for rank in ranks:
+        started = []
+        for rank in json.loads(line):
             child = os.fork()
             if child == 0:
                 return rank
@@ -79,8 +76,8 @@ def become(rank: dict[str, Any]) -> None:
 
 import_compiler()
 torch.set_num_threads(1)
-# The first compilation of a process takes three times as long as the next ones; and most ranks that
-# are parts of a stage capture this model.
+# The first compilation of a process takes three times as long as the next ones; and most scripts
+# whose ranks are parts of a stage capture this model.
 driver.capture = capture_once  # type: ignore[attr-defined]
 with torch.random.fork_rng():
     inputs, target = batch_of("gpt")

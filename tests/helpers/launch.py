@@ -65,11 +65,10 @@ def torchrun(
     return Run(process.returncode, output)
 
 
-def processes(script: str, num_ranks: int, folder: Path, *arguments: str, first: str = "") -> Run:
+def processes(script: str, num_ranks: int, folder: Path, *arguments: str) -> Run:
     """The same without torchrun, which would end the other ranks as soon as one has died.
 
-    The ranks are forks of one process that has imported torch, so that they start at once.  That
-    process runs `first` before: a model that is compiled there is captured for all ranks.
+    The ranks are forks of one process that has imported torch, so that they start at once.
     """
     # What ranks tell each other outlives each of them, as under torchrun.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -82,7 +81,6 @@ def processes(script: str, num_ranks: int, folder: Path, *arguments: str, first:
     path, outputs = _write(script, folder), [folder / f"output.{r}" for r in range(num_ranks)]
     asked = [
         {
-            "first": textwrap.dedent(first),
             "script": str(path),
             "arguments": arguments,
             "folder": str(folder),

@@ -207,11 +207,7 @@ SETTINGS = [
 
 
 def test_a_switch_on_four_ranks_trains_as_plain_pytorch(tmp_path: Path) -> None:
-    captured = """
-    compiled(model_of("switch"), batch_of("switch")[0], loss_fn=None)
-    """
-    asked, first = json.dumps(SETTINGS), COMMON + captured
-    agree(processes(COMMON + RANKS, 4, tmp_path, asked, first=first), len(SETTINGS))
+    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(SETTINGS)), len(SETTINGS))
 
 
 @pytest.mark.slow
