@@ -52,6 +52,14 @@ def one_capture_a_model() -> Iterator[None]:
 
 
 @pytest.fixture
+def captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of how models are captured: each is, in every test."""
+    from pdcompile.passes.trace import capture
+
+    monkeypatch.setattr("pdcompile.driver.capture", capture)
+
+
+@pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """Runs a verb in this process: (exit code, stdout, stderr)."""
     from pdcompile.cli import main

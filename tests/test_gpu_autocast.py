@@ -30,6 +30,8 @@ from tests.helpers.alike import WORKLOAD, Call
 from tests.helpers.cases import case
 from tests.test_codegen_wild import run_pipeline_file
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 GPUS = pdcompile.Cluster.local(2, kind="a100-80")
 CPUS = pdcompile.Cluster.local(2)
 

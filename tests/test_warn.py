@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.cli import main
 from pdcompile.cluster import Cluster
-from pdcompile.passes.trace import capture
 from pdcompile.warn import each_once, warn
+
+pytestmark = pytest.mark.usefixtures("captured_anew")
 
 
 class Looping(nn.Module):
@@ -44,8 +45,7 @@ def line_of(warning: warnings.WarningMessage) -> str:
     return Path(warning.filename).read_text().splitlines()[warning.lineno - 1].strip()
 
 
-def test_a_compilation_warns_once_at_the_line_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcompile.driver.capture", capture)  # a test's own would be the user
+def test_a_compilation_warns_once_at_the_line_of_the_user() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pdcompile.compile(
