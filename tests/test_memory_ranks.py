@@ -14,8 +14,6 @@ from pdcompile.cluster import Cluster
 from tests.helpers import models
 from tests.helpers.launch import torchrun
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 SCRIPT = """
 import json
 import torch
