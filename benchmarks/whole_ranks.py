@@ -170,6 +170,7 @@ def measure(case: Case) -> RankRow:
     torch.manual_seed(0)
     schedule, kind = _schedule(case.schedule)
     with peak_memory() as (peak, training):
+        before = _shared()
         model, inputs, target, loss_fn = MODELS[case.model]()
         pipe = pdcompile.compile(
             model, loss_fn=loss_fn, optimizer=OPTIMIZERS[case.optimizer],
@@ -192,7 +193,7 @@ def measure(case: Case) -> RankRow:
                     result = pipe.step(inputs, target=target)
             pipe.flush()
             del result
-            shared = _shared()
+            shared = _shared() - before
     given = sum(one.untyped_storage().nbytes() for one in (inputs, target))
     return RankRow(case, rank, forecast, peak.num_bytes + shared - given)
 
@@ -212,7 +213,7 @@ def _shared() -> int:
 def _stages(case: Case, kind: ScheduleKind) -> int | None:
     if case.split:
         return 1
-    if kind.dispatched and case.updates == "home":  # on every rank
+    if kind.dispatched:  # all of them on every rank
         return RANKS + 1
     return RANKS // case.replicas * kind.usual if case.schedule in KINDS else None
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -40,12 +40,23 @@ FEW_EXAMPLES = 6
 _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what it was given
 
 
-@pytest.fixture
-def one_capture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pdcompile.compile` captures a model of `tests.helpers.models` once for all tests."""
-    from tests.helpers.captures import capture_once
+@pytest.fixture(scope="session", autouse=True)
+def one_capture_a_model() -> Iterator[None]:
+    """`pdcompile.compile` captures a model that is like a known one once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules:  # which not all tests need
+            from tests.helpers.captures import capture_once
 
-    monkeypatch.setattr("pdcompile.driver.capture", capture_once)
+            patch.setattr("pdcompile.driver.capture", capture_once)
+        yield
+
+
+@pytest.fixture
+def captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of how models are captured: each is, in every test."""
+    from pdcompile.passes.trace import capture
+
+    monkeypatch.setattr("pdcompile.driver.capture", capture)
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from pdcompile.runtime.stage.gradients import absent, is_absent
 from tests.helpers import models
 from tests.helpers.alike import PLANNED, close
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 class Mixed(torch.autograd.Function):
     """x / 2 + y, which gives x a gradient where the sum of y is positive, and none elsewhere."""

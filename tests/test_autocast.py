@@ -17,6 +17,8 @@ from pdcompile.passes.trace import trace
 from pdcompile.problem.constraints import CutBefore
 from tests.helpers.captures import captured, rows
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 
 class Shared(nn.Module):
     """One linear layer twice, next to each other, and regions that the model opens itself."""

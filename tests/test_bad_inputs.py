@@ -24,8 +24,6 @@ from pdcompile.errors import (
 )
 from tests.helpers import models
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 def compiled(model: nn.Module, **options: Any) -> Any:
     options.setdefault("loss_fn", F.mse_loss)

@@ -45,7 +45,6 @@ pytestmark = [
     pytest.mark.timeout(30),
     pytest.mark.filterwarnings("ignore:.*(nested|quantized|target size)"),
 ]
-SHARED = pytest.mark.usefixtures("one_capture_a_model")
 
 
 @pytest.fixture(scope="module")
@@ -269,13 +268,11 @@ def refuse(case: Case, given: Given) -> None:
     assert listening() <= ports
 
 
-@SHARED
 @pytest.mark.parametrize("name", FILES)
 def test_files(name: str, given: Given) -> None:
     refuse(FILES[name], given)
 
 
-@SHARED
 @pytest.mark.parametrize("name", PLANNER)
 def test_what_the_planner_is_asked(name: str, given: Given) -> None:
     refuse(PLANNER[name], given)
@@ -286,7 +283,6 @@ def test_models_losses_and_optimizers(name: str, given: Given) -> None:
     refuse(MODELS[name], given)
 
 
-@SHARED
 @pytest.mark.parametrize("name", RUN)
 def test_calls_and_processes(name: str, given: Given) -> None:
     refuse(RUN[name], given)

@@ -109,7 +109,7 @@ FAST = ("1f1b-tied", "2bw in flight-untied")
 FIRST = {change.kind: change for change in reversed(CHANGES)}.values()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("schedule", "flush", "tied", "change"),
     [

@@ -21,8 +21,6 @@ from pdcompile.errors import InfeasibleError, NotFoundError, PlanError
 from tests.helpers.alike import Call
 from tests.helpers.report_data import plan
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 VERBS = (
     "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run",
     "export", "checkpoint", "costs", "doctor", "probe",

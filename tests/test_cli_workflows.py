@@ -7,11 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.alike import Call
-
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
 
 def test_a_loss_that_is_a_sum_or_a_mean_over_items(tmp_path: Path, call: Call) -> None:

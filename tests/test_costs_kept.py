@@ -106,7 +106,7 @@ def test_modules_of_another_dtype_run() -> None:
     assert {op: sorted(kept[op].values()) for op in kept} == kept_really(graph, model, x)
 
 
-@pytest.mark.parametrize("name", ["convnet", "gpt", "writes"])
+@pytest.mark.parametrize("name", [pytest.param("convnet", marks=pytest.mark.slow), "gpt", "writes"])
 def test_bytes_of_a_third_size_follow_from_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a run at that size, between the two and beyond them."""
     known: dict[Any, Any] = {}

@@ -44,7 +44,6 @@ say("in order,", "copied" if gpu.copied_bytes else "nothing was copied")
 # -- in one process ------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("one_capture_a_model")
 @pytest.mark.parametrize(
     ("build", "options"),
     [

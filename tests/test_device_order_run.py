@@ -162,7 +162,6 @@ def trained(build: Any, options: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.usefixtures("one_capture_a_model")
 @pytest.mark.parametrize(("build", "options"), LOCAL)
 def test_in_one_process_it_is_the_same(
     build: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

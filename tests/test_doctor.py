@@ -28,8 +28,6 @@ from tests.helpers.alike import Call
 from tests.helpers.report_data import plan
 from tests.helpers.simulated_gpu import GPU, SimulatedGpu
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 TORCHRUN = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
 

@@ -25,8 +25,6 @@ from pdcompile.problem.constraints import CutBefore
 from tests.helpers import casts, models
 from tests.helpers.casts import without_casts
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 def compiled(name: str, **options: Any) -> Any:
     torch.manual_seed(0)

@@ -13,8 +13,6 @@ import pdcompile
 from pdcompile.errors import SourceError
 from tests.helpers import models
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 def compiled(**options: Any) -> Any:
     torch.manual_seed(0)

@@ -15,8 +15,6 @@ import pdcompile
 from tests.helpers import models
 from tests.helpers.cases import case
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 Build = Callable[[], nn.Module]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 MOMENTUM = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)

@@ -33,7 +33,6 @@ from tests.helpers.whole_space import at
 from tests.test_replicas_on_ranks import TORCHRUN
 from tests.test_space.test_branch_and_bound import cluster_of, explored
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 #: four stages on two places with two replicas each
 OPTIONS: dict[str, Any] = {"microbatches": 4, "max_grad_norm": 0.3,
     "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}  # fmt: skip

@@ -35,8 +35,6 @@ from tests.test_runtime_exit_hooks import Store
 from tests.test_runtime_messages import header
 from tests.test_verify import captured, edited
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 PAGE = (Path(__file__).parents[1] / "docs" / "errors.md").read_text(encoding="utf-8")
 CLASSES = [
     one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, PdcompileError)

@@ -17,9 +17,6 @@ from pdcompile.errors import InputError, PdcompileError
 from pdcompile.runtime import evaluations
 from tests.helpers.launch import processes
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
-
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 0}
 
 

@@ -144,6 +144,7 @@ def test_programs_lower_the_loss(text: str, tmp_path: Path) -> None:
     assert len(found) == 1 or found[0][1:] != found[1][1:]  # the edit is another function
 
 
+@pytest.mark.slow  # test_forward compares bits of int8 as well
 def test_int8_predicts_the_same_bits(tmp_path: Path) -> None:
     assert "equal to the last bit: True" in program("int8.py", 1, tmp_path).output
 

@@ -28,8 +28,6 @@ from tests.helpers import exported, launch
 from tests.helpers.alike import Call
 from tests.helpers.exported import made
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 HERE = "tests.helpers.exported"
 
 

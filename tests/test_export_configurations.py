@@ -17,8 +17,6 @@ from pdcompile.passes.export.model_parts import whole_parts
 from tests.helpers import exported
 from tests.helpers.exported import made
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_megatron_reads_the_layout(name: str, tmp_path: Path) -> None:

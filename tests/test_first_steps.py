@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import pdcompile
 from pdcompile.errors import ConfigError, InputError, PdcompileError, TraceError
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 class Tagger(nn.Module):
     """Returns its own loss, a mean over the labels that count."""

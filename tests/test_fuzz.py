@@ -61,7 +61,7 @@ def fuzzed(kind: Format, count: int) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_some_files_of_every_format(name: str, training: Training, tmp_path: Path) -> None:
-    fuzzed(MAKERS[name](tmp_path, training), 8 if name in SLOW else 40)
+    fuzzed(MAKERS[name](tmp_path, training), 8 if name in SLOW else 16)
 
 
 SLOW = ("plan", "graph", "manifest", "safetensors", "saved-plan")

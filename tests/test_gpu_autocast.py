@@ -30,9 +30,10 @@ from tests.helpers.alike import WORKLOAD, Call
 from tests.helpers.cases import case
 from tests.test_codegen_wild import run_pipeline_file
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 GPUS = pdcompile.Cluster.local(2, kind="a100-80")
 CPUS = pdcompile.Cluster.local(2)
-SHARED = pytest.mark.usefixtures("one_capture_a_model")
 
 
 def planned(model: nn.Module, cluster: pdcompile.Cluster = GPUS, **options: Any) -> Compiled:
@@ -353,7 +354,6 @@ def test_the_device_is_asked_without_harm() -> None:
     assert "with the casts of cuda:bfloat16 (" in str(found.verification)
 
 
-@SHARED
 def test_another_region_is_planned_for_with_a_note() -> None:
     plan = planned(models.mlp(), autocast=torch.autocast("cpu", dtype=torch.bfloat16)).plan
     assert plan.training.autocast == "cpu:bfloat16"
@@ -384,7 +384,6 @@ def test_ops_that_the_cpu_casts_otherwise_are_compared() -> None:
     assert "with the casts of cuda:bfloat16" in str(planned(model).verification)
 
 
-@SHARED
 def test_what_fails_on_the_cpu_is_planned_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As layers do that have no kernel for the CPU in float16."""
 
@@ -405,7 +404,6 @@ def test_a_torch_without_fake_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert planned(models.mlp(), CPUS).plan.training.autocast == "cpu:bfloat16"
 
 
-@SHARED
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_files_for_gpus_say_that_they_cast_nothing_on_the_cpu() -> None:
     there, here = planned(models.mlp()).sources, planned(models.mlp(), CPUS).sources
@@ -415,7 +413,6 @@ def test_files_for_gpus_say_that_they_cast_nothing_on_the_cpu() -> None:
     assert on_a_gpu in there.files["pipeline.py"]
 
 
-@SHARED
 def test_the_command_plans_for_gpus_in_their_region(call: Call) -> None:
     code, out, _ = call("plan", WORKLOAD, "--cluster", "1x2:a100", "--autocast", "bfloat16")
     said = " ".join(out.split())

@@ -23,8 +23,6 @@ from tests.helpers.simulated_gpu import SimulatedGpu
 from tests.test_house import dotted
 from tests.test_imports import modules
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 def test_a_device_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = compiled(mlp, stages=2).prepare().plan

@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_383),
     "verify": (("passes/verify",), 1_527),
     "parts": (("passes/parts", "pdcompile/parts"), 3_957),
-    "runtime": (("runtime",), 9_775),
+    "runtime": (("runtime",), 9_786),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_684,

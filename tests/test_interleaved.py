@@ -61,6 +61,7 @@ def test_every_number_of_microbatches_is_proved(ranks: int, per_rank: int) -> No
             assert bubble == pytest.approx((ranks - 1) / (per_rank * m + ranks - 1), abs=1e-9)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("ranks", "per_rank"), [(1, 2), (2, 1), (2, 2), (3, 3), (4, 2)])
 def test_an_extra_warm_up_is_so_many_forwards_more(ranks: int, per_rank: int) -> None:
     """Counted, proved and timed as any program; enough of it sends all forwards first."""

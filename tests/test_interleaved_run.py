@@ -21,7 +21,6 @@ from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
 from tests.helpers.pipelines import by_hand
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 OPTIONS: dict[str, Any] = {"schedule": "interleaved", "microbatches": 4}
 compiled, train_alike = partial(alike.compiled, **OPTIONS), partial(alike.train_alike, **OPTIONS)
 
@@ -48,6 +47,7 @@ def test_in_one_process(build: Any, schedule: str, per_rank: int, ranks: int) ->
     train_alike(pipe, build, schedule=schedule)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("extra", [1, 3])
 def test_an_extra_warm_up_on_layers_that_do_not_divide(extra: int) -> None:
     """Five blocks on two ranks with two stages each."""

@@ -31,8 +31,6 @@ from pdcompile.schedule.registry import KINDS
 from tests.helpers.llama import batch, llama
 from tests.helpers.pipelines import by_hand, states_equal
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 class Branches(nn.Module):
     """A loss, and beside it values that are costly, random, or written to a buffer."""

@@ -23,7 +23,6 @@ from tests.helpers.alike import COMMON, PLANNED, compiled
 from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 FAST = {
     "init_scale": 2.0**22,
     "growth_interval": 3,

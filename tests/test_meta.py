@@ -32,6 +32,7 @@ def test_the_example_has_the_published_sizes() -> None:
         assert count / 1e9 == pytest.approx(billions, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_plan_from_shapes_alone_says_what_was_not_verified(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -17,12 +17,12 @@ from pdcompile.eager.optimizers import NamedParameters
 from pdcompile.errors import ConfigError
 from tests.helpers.launch import processes
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 COMMON: dict[str, Any] = {
     "loss_fn": kimi.loss_fn,
     "microbatches": 4,
     "costs": "estimated",
     "constraints": kimi.LAYERS,
+    "verify": "off",  # what training comes to is compared
 }
 LIMIT = 0.05  # which the logits of some heads exceed
 REPLICAS = {"schedule": "1f1b", "stages": 2, "replicas": 2, "cluster": "1x4"}
@@ -37,9 +37,9 @@ def compiled(model: torch.nn.Module, **options: Any) -> pdcompile.Pipeline:
     )
 
 
-def model() -> torch.nn.Module:
+def model(layers: int = 2) -> torch.nn.Module:
     torch.manual_seed(0)
-    return kimi.Model()
+    return kimi.Model(layers=layers)
 
 
 def eager(made: torch.nn.Module, limit: float, replicas: int = 1) -> dict[str, torch.Tensor]:
@@ -67,23 +67,27 @@ def eager(made: torch.nn.Module, limit: float, replicas: int = 1) -> dict[str, t
 def clipped_and_free() -> tuple[dict[str, torch.Tensor], ...]:
     """Weights in plain PyTorch with the limit and without one, and those of the reference."""
     reference = pdcompile.reference(
-        model(), optimizer=partial(kimi.optimizer, limit=LIMIT),
+        model(5), optimizer=partial(kimi.optimizer, limit=LIMIT),
         schedule="1f1b", loss_fn=kimi.loss_fn, microbatches=4,
     )  # fmt: skip
     for x, y in BATCHES:
         reference.step(x, target=y)
-    return eager(model(), LIMIT), eager(model(), 1e9), reference.state_dict()
+    return eager(model(5), LIMIT), eager(model(5), 1e9), reference.state_dict()
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"schedule": "1f1b", "stages": 2}, {"schedule": "zb-h1", "stages": 2, "recompute": True}],
+    [
+        {},
+        {"schedule": "1f1b", "stages": 2},
+        {"schedule": "zb-h1", "stages": 2, "recompute": True},
+    ],
     ids=["interleaved", "1f1b", "recomputed"],
 )
 def test_clipped_as_in_plain_pytorch(options: dict[str, Any]) -> None:
     """One dense layer and four with experts; a clip that shrinks, by peaks of all microbatches."""
     expected, free, reference = clipped_and_free()
-    with compiled(model(), **options) as pipe:
+    with compiled(model(5), **options) as pipe:
         for x, y in BATCHES:
             pipe.step(x, target=y)
         found = pipe.state_dict()
@@ -103,7 +107,7 @@ def test_muon_on_replicas_of_several_stages_a_rank(updates: str) -> None:
         parameters.buffer = lambda *_: torch.zeros(1)
         return kimi.optimizer(parameters)
 
-    made = model()
+    made = model(5)
     expected = eager(copy.deepcopy(made), 1e9, replicas=2)
     options = {"replicas": 2, "cluster": "1x4", "updates": updates, "optimizer": optimizer}
     with compiled(made, **options) as pipe:
@@ -141,9 +145,9 @@ def test_what_a_step_would_find_otherwise_is_refused(options: dict[str, Any], ma
 )
 def test_replicas_clip_by_the_largest_of_all(options: dict[str, Any]) -> None:
     """Replicas of one process share the update that one of them makes; states are read between."""
-    made = model()
+    made = model(options.get("stages", 2))
     expected = eager(copy.deepcopy(made), LIMIT, replicas=2)
-    with compiled(made, **REPLICAS | options) as pipe:
+    with compiled(made, **REPLICAS | {"verify": "auto"} | options) as pipe:
         for x, y in BATCHES:
             pipe.step(x, target=y)
             peaks = [one for name, one in pipe.state_dict().items() if name.endswith("peak")]
@@ -160,7 +164,6 @@ RANKS = """
     from tests.test_optimizer_buffers import BATCHES, COMMON, LIMIT, REPLICAS, eager, model
 
     made = model()
-    expected = eager(copy.deepcopy(made), LIMIT, replicas=2)
     options = {k: v for k, v in (COMMON | REPLICAS).items() if k != "cluster"}
     optimizer = partial(kimi.optimizer, limit=LIMIT)
     for own_loop in (False, True):
@@ -173,11 +176,12 @@ RANKS = """
                 else:
                     pipe.step(x, target=y)
             found = pipe.full_state_dict()
-            worst = max((found[k] - v).abs().max().item() for k, v in expected.items()) \
-                if pipe.ranks == (0,) else 0.0
-            print(f"AGREE {worst <= 2e-5} {worst:.1e} {pipe.ranks}")
+            if pipe.ranks == (0,):
+                expected = eager(copy.deepcopy(made), LIMIT, replicas=2)
+                worst = max((found[k] - v).abs().max().item() for k, v in expected.items())
+                print(f"AGREE {worst <= 2e-5} {worst:.1e} {own_loop}")
     try:
-        options |= {"parts": 2, "replicas": 1, "verify": "off"}
+        options |= {"parts": 2, "replicas": 1}
         pdcompile.compile(made, x, example_target=y, optimizer=optimizer, **options).prepare()
     except pdcompile.ConfigError as error:
         print("REFUSED", error.message)
@@ -187,7 +191,7 @@ RANKS = """
 def test_replicas_on_ranks_clip_by_the_largest_of_all(tmp_path: Path) -> None:
     run = processes(RANKS, 4, tmp_path)
     assert run.code == 0, run
-    assert run.output.count("AGREE True") == 8, run
+    assert run.output.count("AGREE True") == 2, run
     assert (
         run.output.count("REFUSED the optimizer asks for this buffer, and parts of its stage") == 4
     ), run
@@ -206,7 +210,7 @@ def test_a_buffer_that_there_is_not() -> None:
         return torch.optim.SGD(parameters, lr=0.1)
 
     with pytest.raises(ConfigError, match="no stage of this rank"):
-        compiled(model(), optimizer=optimizer).prepare()
+        compiled(model(), optimizer=optimizer, schedule="1f1b", stages=2).prepare()
 
 
 def test_a_step_finds_a_buffer_that_training_only_reads() -> None:

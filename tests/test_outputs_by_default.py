@@ -29,8 +29,6 @@ from pdcompile.units import format_bytes
 from tests.helpers.alike import COMMON
 from tests.helpers.launch import processes
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 class Large(nn.Module):
     """Whose outputs are most of what its last rank holds, or very little."""

@@ -19,6 +19,8 @@ from pdcompile.cluster import Cluster
 from pdcompile.eager.own_draws import OwnDraws
 from pdcompile.errors import TraceError
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 
 class Checkpointed(nn.Module):
     """A branch on values makes it one opaque op, which runs again in backward."""

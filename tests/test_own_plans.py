@@ -24,7 +24,7 @@ from pdcompile.plan import Plan
 from pdcompile.planner import Planner
 from pdcompile.schedule.registry import KINDS
 
-FIRST, CASES, BLOCK = 390, 1_000, 10  # one of the first three blocks has a case once refused
+FIRST, CASES, BLOCK = 390, 1_000, 5  # one of the first six blocks has a case once refused
 SAMPLES = 8
 LOSS = nn.functional.cross_entropy
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)

@@ -15,8 +15,6 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.report import progress
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 def compiled(**options: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

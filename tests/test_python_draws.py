@@ -27,7 +27,10 @@ from tests.helpers.launch import processes
 from tests.helpers.loops import same
 
 RAND = np.random.rand  # by this name nobody sees who draws
-pytestmark = pytest.mark.filterwarnings("ignore:captured as opaque")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:captured as opaque"),
+    pytest.mark.usefixtures("captured_anew"),
+]
 
 
 def masked_spans(shape: tuple[int, int], width: int, lengths: Any = None) -> np.ndarray:

@@ -35,6 +35,8 @@ from pdcompile.errors import ConfigError
 from pdcompile.passes.costs.rehearsal.rehearse import rehearse
 from tests.helpers import models
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 X = torch.linspace(0.1, 0.9, 24).view(2, 3, 4)
 
 

@@ -29,10 +29,7 @@ from tests.test_opaque import Once, routed
 from tests.test_runtime import assert_same_training, pair
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:captured as opaque"),
-    pytest.mark.usefixtures("one_capture_a_model"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:captured as opaque")
 SLOW = pytest.mark.slow
 
 

@@ -233,7 +233,6 @@ def test_a_pipeline_says_what_was_timed_and_what_had_been(
     assert [stage.ops for stage in again.stages] == [stage.ops for stage in plan.stages]
 
 
-@pytest.mark.usefixtures("one_capture_a_model")
 def test_refining_is_left_out_where_it_cannot_be() -> None:
     model = models.mlp()
     x, y = models.batch_for(model, 8)

@@ -19,8 +19,6 @@ from pdcompile.options.option_checks import check_options
 from tests.helpers.alike import CLOSE, PLANNED, close
 from tests.helpers.models import batch_for, convnet, gpt, loss_for, mlp, unet
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 def pair(model: nn.Module, **given: Any) -> tuple[Any, Any]:
     """A pipeline in this process and its reference."""

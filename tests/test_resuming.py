@@ -23,8 +23,6 @@ from tests.helpers.launch import processes
 from tests.helpers.pipelines import by_hand, states_equal
 from tests.helpers.resuming import ADAMW, Resumed, pipeline, same, train
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 def compiled(folder: Path | None, stages: int = 2, **options: Any) -> Any:
     given = {

@@ -35,7 +35,6 @@ from tests.test_parts.test_pipelines import checkpoints_fit
 from tests.test_replicas_on_ranks import TORCHRUN
 from tests.test_schedules import drawn, drawn_in
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 OPTIONS: dict[str, Any] = {"schedule": "round", "microbatches": 4, "max_grad_norm": 0.3,
     "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}  # fmt: skip
 compiled = partial(alike.compiled, stages=5, **OPTIONS)
@@ -92,6 +91,7 @@ def test_every_pipeline_is_proved_and_timed_as_by_the_simulator(plan: Plan) -> N
         assert same_clock(found, plan, seconds)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("build", "ranks", "options"),
     [
@@ -143,6 +143,7 @@ def test_late_updates_are_those_of_2bw(build: Any, ranks: int, options: Any) -> 
     close(float(pipe.eval_step(x, target=y).loss), float(theirs[0].eval_step(x, target=y).loss))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("build", [mlp, unet])
 def test_a_microbatch_a_rank_is_the_reference_bit_for_bit(build: Any) -> None:
     """Sums over ranks are then in the order of microbatches."""

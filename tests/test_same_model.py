@@ -20,7 +20,6 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from tests.helpers.launch import processes
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.ones(8, 4)
 
 

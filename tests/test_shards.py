@@ -21,8 +21,6 @@ from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, loss_for, mlp
 from tests.helpers.pipelines import states_equal
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 class Samples:
     """Pairs of an input and its target; `read` are the indices that were asked for."""

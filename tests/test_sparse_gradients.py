@@ -21,7 +21,6 @@ from pdcompile.runtime.transport.contract import to_bytes
 from tests.helpers.launch import processes
 from tests.helpers.pipelines import states_equal
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 WORDS, WIDTH = 12, 6
 
 

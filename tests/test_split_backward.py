@@ -23,8 +23,6 @@ from tests.test_opaque import Once, routed
 from tests.test_recompute import assert_same, compiled, rows, trained
 from tests.test_runtime import assert_same_training, pair
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 ZERO = {"schedule": "zb-h1"}
 
 

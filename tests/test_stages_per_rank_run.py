@@ -22,7 +22,6 @@ from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, gpt, loss_for, mlp, unet
 from tests.helpers.pipelines import by_hand
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 OPTIONS: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "max_grad_norm": None}
 TIED = partial(gpt, layers=1, tied=True)
 compiled, train_alike = partial(alike.compiled, **OPTIONS), partial(alike.train_alike, **OPTIONS)

@@ -22,8 +22,6 @@ from tests.helpers import models
 from tests.helpers.launch import processes
 from tests.test_updates_each import equal_states, in_between, nothing, options_of, prepared, train
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 PLAIN = partial(torch.optim.SGD, lr=0.05)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 COUNTS = [(2, 1), (3, 1), (1, 2, 1), (2, 2), (4,)]

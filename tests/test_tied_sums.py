@@ -19,7 +19,6 @@ from pdcompile.schedule import Action
 from pdcompile.schedule.registry import KINDS
 from tests.helpers.pipelines import states_equal
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
 

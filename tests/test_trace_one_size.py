@@ -15,6 +15,8 @@ from pdcompile.errors import ConfigError, InputError, TraceError
 from tests.helpers.captures import captured, faithful, make, rows
 from tests.helpers.pipelines import states_equal
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 Forward = Callable[..., Any]
 
 

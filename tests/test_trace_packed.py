@@ -15,6 +15,8 @@ import pdcompile
 from pdcompile.errors import TraceError
 from tests.helpers.captures import captured, faithful, make
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 X = torch.randn(4, 7, 8, generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([7, 2, 5, 1])
 

@@ -15,6 +15,8 @@ from pdcompile.errors import TraceError
 from pdcompile.passes.trace.tape import run
 from tests.helpers.captures import captured, faithful, make
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 X = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[1, 2, -1], [3, -1, -1], [4, 5, 6], [7, 7, -1]])
 

@@ -21,6 +21,8 @@ from pdcompile.ir.value_checks import check_inputs
 from tests.helpers.asserting import asserted
 from tests.helpers.captures import captured, faithful, make
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 
 def _checks(graph: OpGraph) -> list[str]:
     return [str(op.args[1]).partition(": ")[2] for op in graph.ops if op.target == CHECK]

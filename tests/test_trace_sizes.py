@@ -66,7 +66,7 @@ def _model(odd: Odd) -> nn.Module:
     return make(forward, second=nn.Linear(8, 8))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ODD)
 def test_the_range_has_no_size_at_which_forward_computes_something_else(kind: str) -> None:
     odd, ends = ODD[kind]

@@ -12,6 +12,8 @@ import pdcompile
 from pdcompile.batch import flatten_output
 from pdcompile.passes.trace.comparison.step_values import same
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 SIZES: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
     "Llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

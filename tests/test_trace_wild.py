@@ -17,6 +17,8 @@ from pdcompile.passes.coarsen.spans import Groups, close_cycles, join_spans
 from pdcompile.passes.trace.python_state import preserved_state
 from tests.helpers.captures import captured, faithful, make, rows
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 
 def _residual(self: Any, x: Tensor) -> dict[str, Tensor]:
     """The residual of u_xx = u, as a physics-informed network takes it."""

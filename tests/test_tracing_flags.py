@@ -21,6 +21,8 @@ from pdcompile.passes.trace.assumptions import Assumptions, Findings
 from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH, TracingFlags
 from tests.helpers.captures import captured, make, rows
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 
 def grouped(*, use_cache: bool) -> Any:
     """Fewer key than query heads: with and without a mask other kernels run."""

@@ -22,8 +22,6 @@ from tests.helpers.launch import processes, torchrun
 from tests.helpers.pipelines import by_hand, states_equal
 from tests.helpers.planned import with_warmup
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 SIZES = (4, 4, 3, 4, 4, 2, 4, 4, 4)
 

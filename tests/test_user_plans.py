@@ -25,7 +25,6 @@ from tests.helpers.alike import WORKLOAD
 # The package's name for it is a function of the module.
 forecasts: Any = sys.modules["pdcompile.passes.costs.forecast"]
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 Call = Callable[..., tuple[int, str, str]]
 MADE_WITH: dict[str, Any] = {
     "schedule": "2bw",

@@ -14,6 +14,8 @@ from pdcompile.cli import main
 from pdcompile.cluster import Cluster
 from pdcompile.warn import each_once, warn
 
+pytestmark = pytest.mark.usefixtures("captured_anew")
+
 
 class Looping(nn.Module):
     """Loops by the values of its inputs, and warns in forward."""

@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_refused_before_planning(tmp_path: Path) -> None:
 
 
 def test_without_a_source_the_remedy_names_it() -> None:
-    pipe = pipeline(on_meta(), **TRAIN)
+    pipe = pipeline(on_meta(), verify="off", stages=2, **TRAIN)
     with pytest.raises(ConfigError, match="no values, they are on the meta device") as caught:
         pipe.step(**batch(0))
     assert "weights=" in (caught.value.remedy or "")

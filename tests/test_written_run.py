@@ -21,7 +21,6 @@ from tests.helpers.launch import processes
 from tests.helpers.models import batch_for, convnet, gpt, loss_for, mlp, unet
 from tests.helpers.torch_schedules import CLASSES, dump
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 #: V-shaped, its last stage whole and its others in two parts, each of another order of microbatches
 FOLDED = (
     "folded: 0F0 0F1 0F2 3F0 3F1 3F2 3B1 3B2 3B0 0I1 0I2 0W1 0W2 0B0 | "

@@ -135,7 +135,7 @@ def test_a_model_that_a_stage_changes_is_no_success(monkeypatch: pytest.MonkeyPa
         return replace(sources, files={**sources.files, "stage_0.py": text})
 
     monkeypatch.setattr(checking.codegen, "generate", wrong)
-    report = check(ENTRIES["real_nvp"], thorough=False)
+    report = check(ENTRIES["gumbel"], thorough=False)
     assert report.result == "caught"
     assert "differs" in report.detail
     assert not report.passed
@@ -154,7 +154,7 @@ def test_a_difference_that_verify_misses_is_called_silent(monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(checking, "follow", follow)
-    report = check(ENTRIES["real_nvp"], thorough=False)
+    report = check(ENTRIES["gumbel"], thorough=False)
     assert (report.result, report.failed_step) == ("silent", "run")
     assert report.detail.startswith("loss of step 1 differs by up to 1")
 
@@ -164,7 +164,7 @@ def test_a_refusal_is_told_from_a_crash(monkeypatch: pytest.MonkeyPatch) -> None
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(checking.codegen, "generate", broken)
-    report = check(ENTRIES["real_nvp"], thorough=False)
+    report = check(ENTRIES["gumbel"], thorough=False)
     assert (report.result, report.detail) == ("crashed", "ZeroDivisionError: a bug")
     assert report.where.startswith("main/tests/test_zoo.py:") or "test_zoo.py:" in report.where
 

@@ -3,13 +3,16 @@
 It is a case of updates at homes.  The home of a parameter steps it where every replica reads it,
 and what brings new weights back is a rendezvous without bytes.  No replica reads the version that
 an update overwrites: its gradients are in the sum that the home has waited for.  The memory has no
-name in any file system: it goes with the last process that has mapped it, however that ends.
+name in any file system (where there is no Linux, none once all have it): it goes with the last
+process that has mapped it, however that ends.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import sys
+import tempfile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,7 @@ from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.schedule.spec import PipelineSpec
 
 _LINE = 64  # bytes between two tensors, of a cache line
+_mapped: set[str] = set()  # paths, in this process
 
 
 def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, Shared]:
@@ -48,6 +52,7 @@ def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, 
     if not size:
         return {}
     path, file = _file(world, size)
+    _mapped.add(path)
     try:
         maps = [torch.from_file(path, one, size, dtype=torch.uint8) for one in (True, False)]
     except RuntimeError as error:
@@ -66,7 +71,7 @@ def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, 
                 version.copy_(one.data)
     _meet(world, "moved")
     if file is not None:
-        os.close(file)
+        file.close()
     for shared in found.values():
         shared.parameter.data = shared.versions[0]
     return found
@@ -75,7 +80,7 @@ def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, 
 def _in_host_memory(tensor: Tensor) -> bool:
     """True if a tensor is where other processes write it."""
     here = isinstance(tensor, nn.Parameter) and devices.on_host(tensor)
-    return here and str(tensor.untyped_storage().filename).startswith("/proc/")
+    return here and tensor.untyped_storage().filename in _mapped
 
 
 def _at(memory: Tensor, offset: int, like: Tensor) -> Tensor:
@@ -83,16 +88,22 @@ def _at(memory: Tensor, offset: int, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
 
-def _file(world: World, size: int) -> tuple[str, int | None]:
-    """A file in memory that every process can open, and its number in the process that made it."""
+def _file(world: World, size: int) -> tuple[str, Any]:
+    """Path of a file that every process can map; the file, which goes when the process that made it
+    closes it."""
     first, key, file = world.processes[0][world.part], f"memory/{world.part}", None
     if world.process == first:
-        file = os.memfd_create("pdcompile")
-        os.ftruncate(file, size)
-        world.store.set(key, json.dumps(f"/proc/{os.getpid()}/fd/{file}"))
+        if sys.platform == "linux":
+            file = os.fdopen(os.memfd_create("pdcompile"), "wb")
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        else:
+            file = tempfile.NamedTemporaryFile(prefix="pdcompile-")  # noqa: SIM115  (closed when all have it)
+            path = file.name
+        file.truncate(size)
+        world.store.set(key, path)
     with world.peers.log.meeting():
         world.store.wait([key], WAIT)
-    return json.loads(world.store.get(key)), file
+    return world.store.get(key).decode(), file
 
 
 def _meet(world: World, name: str) -> None:

@@ -134,9 +134,11 @@ def _assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
             assert now[name][1] == content
 
 
-#: modules whose models are told apart by what they print and their numbers
+#: modules whose models, like those of transformers, are told apart by what they print, their
+#: numbers and their configurations
 KNOWN = (
-    *(models.__name__, "tests.helpers.exported", "examples.gpt", "examples.kimi"),
+    *(models.__name__, "tests.helpers.exported", "tests.helpers.divided"),
+    *("examples.gpt", "examples.kimi", "examples.switch"),
     "pdcompile.cli.self_test",
 )
 _ONCE: dict[Any, tuple[Capture, nn.Module]] = {}
@@ -148,9 +150,9 @@ def capture_once(
     """`capture`, shared by all calls with equal shapes of models that look alike.
 
     Only for those whose ops follow from their modules, numbers and shapes: those of `KNOWN`, and
-    classes with `captured_once`.  Any other is captured each time.
+    classes with `captured_once`, without hooks.  Any other is captured each time.
     """
-    if not all(_follows(type(module)) for module in model.modules()):
+    if not all(_follows(module) for module in model.modules()):
         return capture(model, flat, layout, loss_fn, **options)
     state = model.state_dict(keep_vars=True)
     ties = {id(tensor): name for name, tensor in state.items()}
@@ -166,13 +168,22 @@ def capture_once(
     return _ONCE[key][0]
 
 
-def _follows(kind: type) -> bool:
+def _follows(module: nn.Module) -> bool:
+    kind, own = type(module), vars(module)
+    hooks = [one for name, one in own.items() if name.endswith("_hooks")]
+    for tensor in module.parameters(recurse=False):
+        hooks += [tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)]
+    if "forward" in own or any(hooks):
+        return False
     home = kind.__module__
-    return home in KNOWN or home.startswith("torch.nn.") or "captured_once" in vars(kind)
+    known = home in KNOWN or home.startswith(("torch.nn.", "transformers."))
+    return known or "captured_once" in vars(kind)
 
 
 def _numbers(module: nn.Module) -> tuple[Any, ...]:
-    return tuple((n, v) for n, v in vars(module).items() if isinstance(v, int | float | str))
+    own = vars(module)
+    plain = ((name, one) for name, one in own.items() if isinstance(one, int | float | str | tuple))
+    return (*plain, repr(vars(own["config"]) if "config" in own else ""))
 
 
 def _kind(leaf: Any) -> tuple[Any, ...]:

@@ -38,10 +38,12 @@ import torch  # noqa: E402
 import pdcompile  # noqa: E402
 
 # What most ranks need, so that no fork has to read it again.
-from examples.gpt import GPT, loss_fn  # noqa: E402
+from examples.gpt import loss_fn  # noqa: E402
 from pdcompile import driver, reference  # noqa: E402, F401
 from pdcompile.releases.torch_internals import import_compiler  # noqa: E402
 from tests.helpers import models, pipelines  # noqa: E402, F401
+from tests.helpers.captures import capture_once  # noqa: E402
+from tests.helpers.divided import batch_of, model_of  # noqa: E402
 
 
 def rank_to_run() -> dict[str, Any]:
@@ -74,13 +76,16 @@ def become(rank: dict[str, Any]) -> None:
 
 import_compiler()
 torch.set_num_threads(1)
-# The first compilation of a process takes three times as long as the next ones.
+# The first compilation of a process takes three times as long as the next ones; and most scripts
+# whose ranks are parts of a stage capture this model.
+driver.capture = capture_once  # type: ignore[attr-defined]
 with torch.random.fork_rng():
-    model, ids = GPT(1, 8, 2, 4), torch.zeros(2, 4, dtype=torch.int64)
+    inputs, target = batch_of("gpt")
     pdcompile.compile(
-        model, ids, example_target=ids, loss_fn=loss_fn, costs="estimated", progress=False
-    )
-del model, ids
+        model_of("gpt"), inputs, example_target=target, loss_fn=loss_fn, microbatches=4,
+        costs="estimated", progress=False,
+    )  # fmt: skip
+del inputs, target
 gc.collect()
 gc.freeze()  # a collection in a fork would copy all that is shared
 rank = rank_to_run()

@@ -96,6 +96,7 @@ def test_layouts_stay_inside_the_innermost_links() -> None:
         layouts(Options.given({"parts": "any", "stages": 3, "cluster": two_hosts()}), 4)
 
 
+@pytest.mark.slow  # test_chosen counts out smaller problems
 def test_the_choice_is_the_fastest_of_all_that_can_be_named() -> None:
     cluster = two_hosts()
     chosen = planned(cluster, parts="any", replicas="any", time_limit=20.0).plan

@@ -20,6 +20,7 @@ def test_the_choice_is_the_best_of_all_that_can_be_counted(block: int) -> None:
         assert difference(seed)[1] == "", seed
 
 
+@pytest.mark.slow
 def test_parts_stay_inside_hosts() -> None:
     best = planned(two_hosts(), 256, parts="any", replicas="any", time_limit=60.0).plan
     assert (best.training.parts, best.certificate.status) == (2, "optimal")
@@ -37,6 +38,7 @@ def test_parts_across_hosts_take_half_as_long_again() -> None:
     assert across.step_seconds >= 1.5 * inside.step_seconds
 
 
+@pytest.mark.slow
 def test_a_limit_on_memory_turns_sequence_into_width() -> None:
     """Parts of a sequence exchange less, and hold whole weights."""
     torch.manual_seed(0)

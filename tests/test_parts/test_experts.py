@@ -120,7 +120,7 @@ def test_what_has_no_experts_to_divide_is_refused() -> None:
     rows = {"x": torch.randn(6, 8)}
     for model, parts, given, message, remedy in (
         (Uneven(6, 6), 4, rows, r"experts \(6\) of .* do not divide by 4", "parts=2 or 3 or 6"),
-        (model_of("llama"), 2, batch_of("llama")[0], "no product has a matrix", "split='width'"),
+        (model_of("mlp"), 2, batch_of("mlp")[0], "no product has a matrix", "split='width'"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             laid_out(model, "experts", parts, **given)
@@ -137,6 +137,7 @@ def test_what_has_no_experts_to_divide_is_refused() -> None:
 def test_experts_one_by_one_are_refused_with_what_to_set(how: str) -> None:
     model: Any = model_of("mixtral")
     model.set_experts_implementation(how)
+    del model.model.layers[1:]
     graph = capture_of(model, **batch_of("mixtral")[0]).train
     with pytest.raises(ConfigError, match="one by one, or looks up") as caught:
         lay_out(graph, "experts", 2)

@@ -34,7 +34,7 @@ RANKS = """
             )
         with pdcompile.compile(
             model, loss_fn=loss_fn, costs="estimated", microbatches=4, optimizer=build,
-            **kwargs,
+            verify="off", **kwargs,
         ) as pipe:
             pipe.prepare(**inputs, target=target)
             decay = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.5)
@@ -121,7 +121,7 @@ SAID = """
         try:
             with pdcompile.compile(
                 model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4, parts=2,
-                split=split, optimizer=build,
+                split=split, optimizer=build, verify="off",
             ) as pipe:
                 pipe.prepare(**inputs, target=target)
                 print("whole" if "whole, each at" in pipe.explain() else "slices")
@@ -145,7 +145,7 @@ UNLIKE = """
     inputs, target = batch_of("gpt")
     pipe = pdcompile.compile(
         model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4, parts=2,
-        optimizer=OPTIMIZERS["lamb"],
+        optimizer=OPTIMIZERS["lamb"], verify="off",
     ).prepare(**inputs, target=target)
     second = pipe._session.world.process == 1
     try:
@@ -252,7 +252,7 @@ BY_HAND = """
     for kwargs in ({"parts": 2, "stages": 2, "schedule": "2bw"}, {"parts": 4}):
         with pdcompile.compile(
             model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4,
-            optimizer=OPTIMIZERS["muon"], **kwargs,
+            optimizer=OPTIMIZERS["muon"], verify="off", **kwargs,
         ) as pipe:
             pipe.prepare(**inputs, target=target)
             if before is not None:

@@ -24,12 +24,10 @@ COMMON = """
     import copy, json, os, sys
     from functools import partial
     import torch
-    import pdcompile.driver
+    import pdcompile
     from examples.gpt import loss_fn
-    from tests.helpers.captures import capture_once
     from tests.helpers.divided import batch_of, model_of, plain_training
 
-    pdcompile.driver.capture = capture_once
     compiled = partial(
         pdcompile.compile, loss_fn=loss_fn, costs="estimated", microbatches=4, verify="off"
     )
@@ -251,6 +249,8 @@ def test_whole_stages_beside_divided_ones_are_compared(tmp_path: Path) -> None:
 class Twice(nn.Module):
     """A layer on both stages, and an output of the first that a later layer reads too."""
 
+    captured_once = True
+
     def __init__(self) -> None:
         super().__init__()
         self.shared, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 256), nn.Linear(256, 64)
@@ -260,6 +260,7 @@ class Twice(nn.Module):
         return {"loss": self.shared(self.down(self.up(first).relu())).square().mean(), "at": first}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("constraint", [Pin("down", 1), CutBefore("down")])
 @pytest.mark.parametrize("parts", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("split", ["width", "samples"])

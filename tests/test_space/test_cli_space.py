@@ -17,7 +17,6 @@ from pdcompile.plan import Plan
 from pdcompile.workload import load_target
 from tests.helpers.alike import WORKLOAD, Call
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 OPEN = ("--replicas", "any", "--recompute", "auto", "--schedule", "auto", "--max-staleness", "1")
 
 

@@ -38,13 +38,13 @@ class Told(Listener):
         self.lines.append(text)
 
 
-def searched(limit: float, told: Told, memory: int | None = None) -> Plan:
+def searched(limit: float, told: Told, memory: int | None = None, layers: int = 400) -> Plan:
     """A chain of layers that has too many cuts to look at all, on eight devices."""
     levels = (Level("host", 4, 1e6), Level("network", 2, 1e5))
     cluster = Cluster((Device("cpu", memory),) * 8, levels)
     again = (False, True) if memory else (False,)
     space = SearchSpace("any", again, ("gpipe", "1f1b"), (4, 8), (0, 1))
-    return explored(chain(400), cluster, space, time_limit=limit, listener=told)
+    return explored(chain(layers), cluster, space, time_limit=limit, listener=told)
 
 
 def ticking(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
@@ -90,7 +90,7 @@ def test_what_is_likely_to_be_fastest_is_cut_first(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Branch, "likely", made)
     monkeypatch.setattr(FirstPlans, "_judge", judged)
     ticking(monkeypatch)
-    searched(500.0, Told())
+    searched(500.0, Told(), layers=100)
     assert order == sorted(order)
     assert min(estimates.values(), default=float("inf")) >= least[0]
 
