@@ -38,6 +38,7 @@ from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.parts import evaluated_in_parts, in_parts, run_whole
+from pdcompile.passes.planning.compiled_times import times_compiled, with_compiled_times
 from pdcompile.passes.planning.solved_problem import choices_of
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
@@ -179,12 +180,17 @@ def run_passes(
     captured = boundaries.as_planned(captured, plan)
     sources = step("sources", lambda: codegen.generate(captured, plan))
     sources = user_sources(options, sources)
+    if times_compiled(options, model):
+        size, backend = _largest(layout, plan), options.stage_compiler
+        given = captured.train, plan, sources, model, resize(flat, layout, size).leaves
+        plan = step("compiled", lambda: with_compiled_times(*given, size, backend))
     verification = None if options.verify == "off" or captured.kept else step(
         "verified",
         lambda: verify(
             captured, plan, sources, model, flat, layout, options.loss_fn,
             mode="full" if options.verify == "full" else "auto",
             loss_reduction=options.loss_reduction,
+            backend=options.stage_compiler if options.verify == "full" else None,
         ),
     )  # fmt: skip
     if options.alone and plan.training.parts != 1:

@@ -6,7 +6,7 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -124,7 +124,7 @@ class Worker:
         self.feeds: dict[int, Feed] = {}
         loss_dtype = "float32" if train.loss is None else train.values[train.loss].dtype
         self.losses = Losses(self, getattr(torch, loss_dtype), device)
-        self._compute, self._device, self.base = compute, device, 0
+        self.compute, self._device, self.base = compute, device, 0
         self._tied, self._reach, self._hops = (
             plan.tied,
             plan.spec.reach,
@@ -133,7 +133,7 @@ class Worker:
         self._max_norm = plan.training.max_grad_norm
         self._box: Box = {}
         self._clips_to: float | None = None  # where the user clips what is in .grad now
-        self._weights_at: set[int] | None = None  # their memory; None: it may be another now
+        self.weights_at: set[int] | None = None  # their memory; None: it may be another now
         self._receiving: dict[Key, Handle] = {}
         self._arrived: dict[Key, Tensor] = {}
         self._outgoing: dict[Key, list[Tensor]] = {}  # once for each receiver
@@ -157,7 +157,7 @@ class Worker:
         """A program begins, whose minibatch 0 is number `base`."""
         self.base, self._clips_to = base, max_norm
         self._box = {} if box is None else box
-        self._weights_at, self.weights.updating = None, False
+        self.weights_at, self.weights.updating = None, False
         if feed is not None:
             self.feeds[feed.minibatch] = feed
 
@@ -186,7 +186,7 @@ class Worker:
             self.feeds.pop(minibatch, None)
             self.weights.abandon(minibatch)
         mine = self._receiving, self._arrived, self._outgoing, self._sending
-        for part in (*mine, self._compute.flights):
+        for part in (*mine, self.compute.flights):
             part.clear()
         self.norms.abandon()
         if self.replicas is not None:
@@ -287,28 +287,25 @@ class Worker:
         wiring = feed.wiring
         if wiring.training:
             version = self.weights.version_of(minibatch, ins.lag)
-        values = self._compute.forward(
+        values = self.compute.forward(
             feed, microbatch, version,
             lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
         )  # fmt: skip
-        sent = {port.value: edge for port, edge in wiring.outputs if edge is not None}
-        if not feed.keep_outputs:
-            values = {name: value for name, value in values.items() if name in sent}
-        written: set[int] = set()
-        if values:
-            self._weights_at = self._weights_at or self.weights.memories(parameters=True)
-            written = self._weights_at | self.weights.memories(parameters=False)
-        kept = {name: _apart(value, written) for name, value in values.items()}
-        for name, edge in sent.items():
-            key = wiring.kind, edge, minibatch, microbatch
-            self._outgoing[key] = [kept[name]] * wiring.fan_out[edge]
+        outputs: dict[str, Tensor] = {}
+        for port, edge in wiring.outputs:
+            if edge is None and not feed.keep_outputs:
+                continue
+            outputs[port.value] = value = _apart(self, values[port.value])
+            if edge is not None:
+                key = wiring.kind, edge, minibatch, microbatch
+                self._outgoing[key] = [value] * wiring.fan_out[edge]
         if feed.keep_outputs:
-            feed.outputs[microbatch] = kept
+            feed.outputs[microbatch] = outputs
         feed.leaves[microbatch] = {}
 
     def _backward(self, ins: Instruction) -> None:
         minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
-        sent = self._compute.backward(
+        sent = self.compute.backward(
             self.feeds[minibatch],
             microbatch,
             self.weights.version_of(minibatch, ins.lag),
@@ -321,14 +318,14 @@ class Worker:
     def _backward_weight(self, ins: Instruction) -> None:
         minibatch = self.base + ins.minibatch
         version = self.weights.version_of(minibatch, ins.lag)
-        self._compute.backward_weight(self.feeds[minibatch], ins.microbatch, version)
+        self.compute.backward_weight(self.feeds[minibatch], ins.microbatch, version)
 
     def _step(self, ins: Instruction) -> None:
         assert self.updater is not None
         minibatch, scale = self.base + ins.minibatch, self.norms.scale
         skipped = scale is not None and scale.skips(minibatch)
         self.updater.update(self.weights, minibatch, self.stage, skipped=skipped)
-        self._weights_at = None
+        self.weights_at = None
 
     def _gradients(self, minibatch: int) -> dict[str, Tensor]:
         """Gradients of all stages of the rank, by name."""
@@ -374,10 +371,14 @@ _OF_ACTION: dict[Action, _Run] = {
 }
 
 
-def _apart(value: Tensor, written: Collection[int]) -> Tensor:
+def _apart(worker: Worker, value: Tensor) -> Tensor:
     """A result of a stage, copied where it is a view of the stage's own tensors."""
-    value = value.detach()
-    return value.clone() if memory_of(value) in written else value
+    if worker.weights_at is None:
+        worker.weights_at = worker.weights.memories(parameters=True)
+    value, memory = value.detach(), memory_of(value)
+    if memory in worker.weights_at or memory in worker.weights.memories(parameters=False):
+        return value.clone()
+    return value
 
 
 def run_together(

@@ -21,6 +21,7 @@ Scale = Callable[[int, int], float]  # of the learning rate: of a stage, of a mi
 _Place = tuple[int, str]  # of `Updater._values`: which dict, and the key in it
 _SHARED = frozenset(("params", "param_groups", "state"))
 _NOTHING = object()
+_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
 
 
 class Updater:
@@ -39,7 +40,8 @@ class Updater:
         homes: Homes | None = None,
     ) -> None:  # fmt: skip
         """`scale`: what the learning rates of an update are multiplied by; None: 1."""
-        self.optimizer, self._homes = optimizer, homes
+        self.optimizer = optimizer
+        self._homes = homes if homes is not None and homes.wholes else None
         self._scale = scale
         for group in optimizer.param_groups if scale is not None else ():
             if "lr" not in group:
@@ -112,7 +114,7 @@ class Updater:
             _set_gradients(given)
             self._enter(stage)
             before = [dict(values) for values in self._values()]
-            written = copy.deepcopy(chosen)
+            written = [copy.deepcopy(_writable(one)) for one in chosen]
             others = self._versions(own)
             self.optimizer.step()
             if self._versions(own) != others:
@@ -130,11 +132,12 @@ class Updater:
         for group, now, then in zip(groups, present, chosen, strict=False):
             # What the optimizer itself changed (a step count of its own) stays.
             group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
-        self._shown = {(n, k): self._values()[n].get(k, _NOTHING) for n, k in self._before}
+        values = self._values()
+        self._shown = {(n, k): values[n].get(k, _NOTHING) for n, k in self._before}
 
     def _versions(self, own: Collection[int]) -> list[int]:
         """Count the writes to each parameter of other stages."""
-        if self._homes is not None and self._homes.wholes:
+        if self._homes is not None:
             return []
         every = (one for group in self.optimizer.param_groups for one in group["params"])
         return [one._version for one in every if id(one) not in own]
@@ -201,13 +204,24 @@ def _carry_over(
 ) -> None:
     """Copy into the groups what the optimizer wrote in place into values of a snapshot of them."""
     for then, now, live in zip(before, after, present, strict=False):
-        for key, value in now.items():
-            if key not in live or difference(snapshot(then[key]), value, key, torch.equal) is None:
+        for key, was in then.items():
+            value = now[key]
+            if key not in live or difference(snapshot(was), value, key, torch.equal) is None:
                 continue
             if isinstance(value, Tensor) and isinstance(live[key], Tensor):
                 live[key].copy_(value)
             elif isinstance(value, list | dict):
                 live[key] = copy.deepcopy(value)
+
+
+def _writable(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that can be written in place, and not only be replaced: not numbers, texts, or tuples
+    of them."""
+    return {
+        key: value
+        for key, value in values.items()
+        if not {type(one) for one in (value if type(value) is tuple else (value,))} <= _PLAIN
+    }
 
 
 def _set_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:

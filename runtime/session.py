@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from pdcompile.batch import FlatCall
+from pdcompile.batch import FlatCall, microbatch_sizes
 from pdcompile.compiled import Compiled
 from pdcompile.eager.loss_scale import loss_scale
 from pdcompile.eager.randomness import one_thread, preserved_rng
@@ -56,8 +56,7 @@ class Session(Guarded):
         plan = compiled.plan
         self.compiled = compiled
         self.options = options
-        self.plan = plan
-        self.model = model
+        self.plan, self.model = plan, model
         self.stages_of_rank = compiled.stages_of_rank
         super().__init__(world, compiled.capture)
         self.ranks = list(self.stages_of_rank) if world is None else [world.rank]
@@ -95,6 +94,7 @@ class Session(Guarded):
         if world is not None:
             self.state.discard_others(keep=self.options.held)
         self._adopt()
+        self._made.compile_ahead()
         # On all ranks, which are to refuse a write alike, whoever holds the values.
         tied = [one.fqn for one in plan.tied if world is not None] + [*self.once]
         self._watch = ModelWatch(model, options.loss_fn, compiled, tied, several=world is not None)
@@ -372,6 +372,18 @@ class Workers:
         every = (worker for held in self._near.values() for worker in held.values())
         self.in_order = sorted(every, key=lambda worker: worker.stage)
         self.of_rank = {rank: next(iter(held.values())) for rank, held in self._near.items()}
+
+    def compile_ahead(self) -> None:
+        """Compile this rank's stages for the example's microbatches, while others do theirs."""
+        session, layout = self._session, self._session.compiled.layout
+        if session.world is None or self.streams.backend is None or session.beside is not None:
+            return  # alone nobody waits; and parts would talk to each other
+        count = session.plan.training.num_microbatches
+        sizes = microbatch_sizes(layout.size, count) if layout.splits else [layout.size]
+        with _running(session):
+            for worker in self.in_order:
+                for size in dict.fromkeys(sizes):
+                    worker.compute.compile_ahead(session.wirings[worker.stage, True], size)
 
     def _transport(self, rank: int) -> GroupTransport | None:
         session, world, data = self._session, self._session.world, None

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.eager.stage_compiler import compile_in_place
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, VerifyError
 from pdcompile.parts import conversions
 from pdcompile.problem.constraints import CutBefore
 from tests.helpers.launch import processes
@@ -137,6 +141,21 @@ def test_a_function_is_a_backend() -> None:
     assert seen
 
 
+def test_modules_of_dropout_run_as_they_are() -> None:
+    """Compiled, each would be a graph of one op between two stops; a call of F.dropout stays."""
+    found: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes = [one for one in module.graph.nodes if "dropout" in str(one.target)]
+        found.extend(str((one.args[1:], one.kwargs)) for one in nodes)
+        return module.forward
+
+    dynamo.reset()
+    trained(backend, schedule="gpipe")
+    assert any("0.2" in one for one in found)
+    assert not any("0.1" in one for one in found)
+
+
 @pytest.mark.slow
 def test_inductor() -> None:
     options = {"schedule": "1f1b"}
@@ -161,3 +180,124 @@ def test_replicas_and_parts_on_ranks(tmp_path: Path) -> None:
     run = processes(COMMON + RANKS, 2, tmp_path, json.dumps(settings))
     agree(run, len(settings))
     assert "recompile_limit" not in run.output
+
+
+AHEAD = """
+    import sys
+    import torch
+    import pdcompile
+    from tests.test_compiled_stages import BATCHES, Model
+
+    def backend(graph, inputs):
+        made.append([tuple(one.shape) for one in inputs])
+        return graph.forward
+
+    def trained(compiler):
+        torch.manual_seed(0)
+        model = Model()
+        model.c.weight.register_hook(lambda gradient: seen.append(gradient))
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        state = torch.get_rng_state()
+        pipe = pdcompile.compile(
+            model, BATCHES[0], microbatches=4, costs="estimated", verify="off",
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            schedule=sys.argv[1], stage_compiler=compiler,
+        )
+        with pipe:
+            pipe.prepare()
+            ahead = len(made)
+            own = pipe.state_dict()
+            assert all(torch.equal(one, before[name]) for name, one in own.items()), "written"
+            assert all(one.grad is None for one in pipe.parameters()), "gradients"
+            assert not seen and torch.equal(state, torch.get_rng_state())
+            losses = [float(pipe.step(BATCHES[0]).loss) for _ in range(3)]
+        assert len(made) == ahead and bool(made) == (compiler is not None), made
+        return losses
+
+    made, seen = [], []
+    plain = trained(None)
+    seen.clear()
+    found = trained(backend)
+    print(f"AGREE {plain == found} {plain} {found}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.slow)])
+def test_ranks_compile_ahead(tmp_path: Path, schedule: str) -> None:
+    """Before the first step, and nothing else comes of it: what they train is what eager trains."""
+    agree(processes(AHEAD, 2, tmp_path, schedule), 2)
+
+
+def verified(compiler: Any) -> str:
+    """What verify="full" says of a model's stages."""
+    torch.manual_seed(0)
+    with pdcompile.compile(
+        Model(), BATCHES[0], cluster=pdcompile.Cluster.local(2), microbatches=4, costs="estimated",
+        verify="full", stage_compiler=compiler,
+    ) as pipe:  # fmt: skip
+        return str(pipe.prepare()._running.compiled.verification)
+
+
+def test_verify_compares_compiled_stages() -> None:
+    """Within rounding, and notices a backend that computes something else."""
+    assert "the stages, compiled by aot_eager, equal eager up to rounding" in verified("aot_eager")
+
+    def wrong(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *given: tuple(one * 1.01 for one in module.forward(*given))
+
+    with pytest.raises(VerifyError, match="compiled by wrong, differ from the model"):
+        verified(wrong)
+
+
+def test_forecast_is_of_compiled_stages() -> None:
+    """They are timed once more as they will run: here each takes 20 ms more than as it is."""
+    torch.manual_seed(0)
+
+    def slow(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*given: Any) -> Any:
+            end = time.thread_time() + 0.02  # what is timed is work, not sleep
+            while time.thread_time() < end:
+                pass
+            return module.forward(*given)
+
+        return run
+
+    with pdcompile.compile(
+        Model(), BATCHES[0], cluster=pdcompile.Cluster.local(2), microbatches=4, verify="off",
+        stage_compiler=slow, progress=False,
+    ) as pipe:  # fmt: skip
+        plan = pipe.prepare().plan
+    assert plan.forecast is not None
+    assert plan.forecast.step_seconds > 4 * 0.02
+    assert max(one.forward_seconds for one in plan.stages) < 0.02  # costs that the cut is of
+    assert sum("stages compiled by slow measured" in note for note in plan.notes) == 1
+
+
+TWICE = """
+import torch
+from torch import nn
+import pdcompile
+
+model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+with pdcompile.compile(
+    model, torch.ones(4, 8), loss_fn=lambda out, target: out.mean(), example_target=torch.ones(4),
+    cluster=pdcompile.Cluster.local(2), costs="estimated", verify="off", progress=False,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), stage_compiler="inductor",
+) as pipe:
+    pipe.step(torch.ones(4, 8), target=torch.ones(4))
+found = torch._dynamo.utils.counters["inductor"]
+print(found["fxgraph_cache_miss"], found["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_a_further_run_finds_what_was_compiled(tmp_path: Path) -> None:
+    """On disk, whatever files the source of its stages lies in."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", TWICE]
+    (missed, had), (none, hit) = (
+        map(int, subprocess.check_output(command, env=environment, text=True).split())
+        for _ in range(2)
+    )
+    assert missed > 0
+    assert (had, none, hit) == (0, 0, missed)

@@ -18,7 +18,8 @@ import torch
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.links import Link, Working
+from pdcompile.runtime.transport import links, reductions
+from pdcompile.runtime.transport.links import Working
 
 
 @dataclass(slots=True)
@@ -59,7 +60,11 @@ def _metered(pipe: Pipeline, whole: Meter, model: Meter) -> Iterator[None]:
         if session.optimizer is not None:
             kind = type(session.optimizer)  # of the optimizer itself changes are noticed
             stack.enter_context(patch.object(kind, "step", model.around(kind.step)))
-        tensors = ((Link, "start"), (Working, "wait"), (StageWeights, "advance"))
+        # What begins messages and sums is gloo's; the way there is Python's, of sends and receives.
+        tensors = (
+            (links, "unrecorded"), (reductions, "unrecorded"), (Working, "wait"),
+            (StageWeights, "advance"),
+        )  # fmt: skip
         for owner, name in tensors:
             stack.enter_context(patch.object(owner, name, model.around(getattr(owner, name))))
         for worker in session.workers:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.randomness import preserved_rng
+from pdcompile.eager.stage_compiler import Backend
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
@@ -64,6 +65,7 @@ def measure_stages(
     microbatch_size: int,
     budget_seconds: float = BUDGET_SECONDS,
     progress: Progress | None = None,
+    backend: Backend | None = None,
 ) -> tuple[StageTimes, ...]:
     """Times every stage of a plan; stages that do the same are measured once.
 
@@ -74,9 +76,10 @@ def measure_stages(
         sources: what was generated from the plan.
         leaves: the call's leaves by path (`FlatCall.leaves`), of one microbatch.
         budget_seconds: for all stages together; each runs at least three times.
+        backend: of torch.compile, by which they run.
     """
     stage_of = stage_of_ops(graph, plan)
-    ops: list[list[str]] = [[] for _ in plan.stages]
+    ops: list[list[str]] = [[f"compiled by {backend}"] if backend else [] for _ in plan.stages]
     for call in costed_ops(graph, microbatch_size):
         ops[stage_of[call.op.name]].append(structural_key(call))
     keys = [hashlib.sha256("\n".join(each).encode()).hexdigest()[:20] for each in ops]
@@ -98,8 +101,9 @@ def measure_stages(
             held = (*interface.parameters, *interface.buffers, *interface.constants)
             own = {name: _on(device, tensors[name]) for name in held}
             stage = LocalStage(
-                build(cls, interface, own, model).train(), interface, len(keys), plan.edges
-            )
+                build(cls, interface, own, model).train(), interface, len(keys), plan.edges,
+                backend=backend,
+            )  # fmt: skip
 
             there = devices.making(device) if k in making else nullcontext()
 
@@ -108,7 +112,7 @@ def measure_stages(
                     stage.forward(values, leaves)
 
             if key not in found:
-                lasting = all(
+                lasting = not callable(backend) and all(
                     cache.lasting(op) for op in graph.ops if op.name in plan.stages[k].ops
                 )
                 measure = partial(_measure, stage, forward, share, device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.stage_compiler import Backend
 from pdcompile.ir import opaque
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources, StageInterface
@@ -37,11 +38,12 @@ class LocalStage:
         num_stages: int,
         edges: Sequence[Edge],
         seed: int = 0,
+        backend: Backend | None = None,
     ) -> None:
         self.module = module
         signature = interface.train if module.training else interface.eval
         self.wiring = wire(interface.index, num_stages, signature, edges, module.training)
-        streams = Streams(seed)
+        streams = Streams(seed, backend)
         streams.attach(module, interface)
         self._run = StageRun(interface.index, streams)
         self._flight = Flight()
@@ -104,7 +106,10 @@ class _Tied:
 
 
 class Chain:
-    """All stages of one mode, on the model's own tensors.  `running` is the stage at work."""
+    """All stages of one mode, on the model's own tensors.  `running` is the stage at work.
+
+    They run through torch.compile where there is a `backend`.
+    """
 
     def __init__(
         self,
@@ -114,6 +119,7 @@ class Chain:
         sources: Sources,
         model: nn.Module,
         seed: int,
+        backend: Backend | None = None,
     ) -> None:
         self.graph = graph
         self.running = 0
@@ -131,7 +137,7 @@ class Chain:
         self._stages = [
             LocalStage(
                 build(cls, one, tensors_of(one.index), model).train(graph.training),
-                one, len(sources.interfaces), edges, seed,
+                one, len(sources.interfaces), edges, seed, backend,
             )
             for cls, one in zip(stage_classes(sources), sources.interfaces, strict=True)
         ]  # fmt: skip

@@ -19,6 +19,7 @@ from torch import nn
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.eager.autocast import on_gpu, regions_of
 from pdcompile.eager.meta import without_values
+from pdcompile.eager.stage_compiler import Backend
 from pdcompile.errors import VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture
@@ -47,6 +48,7 @@ def verify(
     *,
     mode: Literal["auto", "full"] = "auto",
     loss_reduction: Reduction | None = None,
+    backend: Backend | None = None,
 ) -> Verification:
     """Runs the model and the stages and compares the results, where they fit into half of the free
     memory; and compares the source of each stage with the capture, op by op.
@@ -57,6 +59,7 @@ def verify(
         mode: "full": two steps, and gradients of the minibatch against those of its
             microbatches; "auto": where one forward takes long one step only.
         loss_reduction: as given to compile; None: as the plan says.
+        backend: of torch.compile, by which stages that are not in parts run.
 
     Modes, parameters, gradients, buffers and random state of the model are as before afterwards.
 
@@ -69,7 +72,7 @@ def verify(
     region, device = plan.training.autocast or "", device_of(model, flat)
     region = region if on_gpu(region) and devices.is_host(device) else ""
     home = next((tensor.device for tensor in model.parameters()), devices.HOST)
-    comparison = Comparison(capture, plan, sources, model, loss_fn, layout, home)
+    comparison = Comparison(capture, plan, sources, model, loss_fn, layout, home, backend)
     try:
         with regions_of(region, device):
             found = _compared(comparison, flat, mode, loss_reduction)
@@ -128,7 +131,7 @@ def _compared(
     full, large = mode == "full", is_large(graph)
     report = comparison.run(step_inputs(flat, layout, graph, 2 if full or not large else 1))
     if report.differences and not report.edited:
-        raise difference_error(report.differences, report.places, graph)
+        raise difference_error(report.differences, report.places, graph, report.compiled)
     if report.differences or (large and not full):
         return replace(report, notes=graph.notes)
     reduction = loss_reduction or comparison.plan.training.loss_reduction

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch
 from pdcompile.eager.module_copies import copy_of
 from pdcompile.eager.randomness import preserved_rng
+from pdcompile.eager.stage_compiler import Backend, name_of
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
@@ -58,16 +59,21 @@ class Comparison:
     loss_fn: Callable[..., Any] | None
     layout: BatchLayout  # of the minibatch
     device: torch.device
+    backend: Backend | None = None  # stages run through torch.compile
     found: list[Difference] = field(default_factory=list)
     rows: list[Compared] = field(default_factory=list)
     places: list[str] = field(default_factory=list)  # where differences begin
-    in_float64: bool = False  # parts were equal up to rounding in that alone
+    in_float64: bool = False  # stages were equal up to rounding in that alone
     rounded: bool = False  # something was equal up to rounding only, as the graph's notes say
 
     @property
     def exact(self) -> bool:
-        whole = self.capture.division.parts == 1
-        return devices.is_host(self.device) and whole and not self.rounded
+        return devices.is_host(self.device) and self._as_eager and not self.rounded
+
+    @property
+    def _as_eager(self) -> bool:
+        """True if stages compute in the order of eager: neither in parts nor compiled."""
+        return self.capture.division.parts == 1 and self.backend is None
 
     def run(self, calls: list[FlatCall]) -> Verification:
         """Runs one step for each call; a step that differs is the last one.
@@ -91,14 +97,15 @@ class Comparison:
         return Verification(
             self.capture.train.batch_size, tuple(self.rows), self.exact, self.sources.edited,
             tuple(self.found), places=tuple(dict.fromkeys(self.places)),
-            in_float64=self.in_float64,
+            in_float64=self.in_float64, compiled=name_of(self.backend),
         )  # fmt: skip
 
     def _chains(self, sources: Sources) -> list[AnyChain]:
         """Those of training and of evaluation."""
         on_stages, seed = staged(self.capture, self.plan), self.plan.training.seed
         division = self.capture.division
-        chain = Chain if division.parts == 1 else partial(PartsChain, division)
+        whole = partial(Chain, backend=self.backend)
+        chain = whole if division.parts == 1 else partial(PartsChain, division)
         return [
             chain(mode.graph, mode.edges, self.plan.tied, sources, self.model, seed)
             for mode in (on_stages.train, on_stages.eval)[not self.capture.train.training :]
@@ -154,9 +161,9 @@ class Comparison:
         return found
 
     def _equal_in_float64(self, step: Step) -> bool:
-        """True if parts and the model are equal up to rounding in float64: then it is the order of
+        """True if stages and the model are equal up to rounding in float64: then it is the order of
         sums that makes a difference in the model's own dtype, where large terms cancel."""
-        if self.capture.division.parts == 1 or step.autocast is not None:  # casts no float64
+        if self._as_eager or step.autocast is not None:  # casts no float64
             return False
         wide = replace(self, model=copy_of(step.model).double())
         leaves = {
@@ -212,20 +219,23 @@ class Comparison:
 
 
 def difference_error(
-    found: Sequence[Difference], places: Sequence[str], graph: OpGraph
+    found: Sequence[Difference], places: Sequence[str], graph: OpGraph, compiled: str = ""
 ) -> VerifyError:
     """The error for sources that nobody edited, which begin to differ at `places`; `graph` is the
-    one of training."""
+    one of training, `compiled` the backend that compiled the stages."""
     if all(one.what == "gradient" for one in found):
         cause = _unseen_write(graph)
         if cause is not None:
             return cause
     first = found[0]
+    kind = f"stages, compiled by {compiled}," if compiled else "generated stages"
     return VerifyError(
-        f"the generated stages differ from the model: {first}"
+        f"the {kind} differ from the model: {first}"
         + "".join(f"; first at {place}" for place in places[:1]),
         where=f"stage_{first.stage}.py",
-        remedy="please report this model; "
+        remedy="verify without stage_compiler: if that is equal, it is the backend's doing"
+        if compiled
+        else "please report this model; "
         + ("parts=1" if graph.parts > 1 else "in Python, verify='off'")
         + " runs it all the same",
     )

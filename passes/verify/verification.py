@@ -76,6 +76,7 @@ class Verification:
     casts_of: str = ""
     notes: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
+    compiled: str = ""  # the backend of torch.compile that compiled the stages
     in_float64: bool = False  # sums that cancel were equal in that dtype alone
 
     @property
@@ -101,7 +102,8 @@ class Verification:
         wide = "; in float64, where sums that cancel differ by more" * self.in_float64
         how = "bit for bit" if self.exact else f"up to rounding ({ROUNDED}{wide})"
         place = f" on the CPU, with the casts of {self.casts_of}" if self.casts_of else ""
-        return f"the stages equal eager {how}{place}"
+        stages = f"the stages, compiled by {self.compiled}," if self.compiled else "the stages"
+        return f"{stages} equal eager {how}{place}"
 
     @property
     def share(self) -> str:

@@ -111,8 +111,7 @@ def accumulate(
 def first_part(roots: Sequence[Root], wanted: Iterable[Tensor]) -> Rest:
     """Run backward as far as it leads to the `wanted` leaves; returns what is left to do."""
     graph, rest = _Graph(roots), Rest()
-    early = graph.early(wanted)
-    ends = graph.by_end(early)
+    early, ends = graph.parted(wanted)
     kept: dict[Node, list[Tensor | None]] = {node: [] for node in ends if node is not None}
     handles = [node.register_prehook(_keeper(found)) for node, found in kept.items()]
     try:
@@ -155,27 +154,26 @@ class _Graph:
         for one, _ in self.given:
             edge = one if isinstance(one, GradientEdge) else get_gradient_edge(one)
             self.roots.append(edge.node)
-        ended: dict[Node, list[Node]] = {}
-        begun: set[Node] = set()
+        begun: dict[Node, list[Node]] = {}
+        ended: list[Node] = []
         stack = [(node, False) for node in self.roots]
         while stack:
             node, over = stack.pop()
             if over:
-                ended[node] = [one for one, _ in node.next_functions if one is not None]
-                continue
-            if node in begun:
-                continue
-            begun.add(node)
-            stack.append((node, True))
-            stack += [(one, False) for one, _ in node.next_functions if one is not None]
-        self.following = dict(reversed(ended.items()))
-        for node in self.following:
-            variable = getattr(node, "variable", None)  # of a node that accumulates into a leaf
-            if isinstance(variable, Tensor):
-                self.leaves[node] = variable
+                ended.append(node)
+            elif node not in begun:
+                begun[node] = following = [one for one, _ in node.next_functions if one is not None]
+                stack.append((node, True))
+                stack += [(one, False) for one in following if one not in begun]
+                # a node that accumulates into a leaf ends there
+                variable = None if following else getattr(node, "variable", None)
+                if isinstance(variable, Tensor):
+                    self.leaves[node] = variable
+        self.following = {node: begun[node] for node in reversed(ended)}
 
-    def early(self, wanted: Iterable[Tensor]) -> set[Node]:
-        """The nodes that run first: all that lead to a wanted leaf, or to one that joins them."""
+    def parted(self, wanted: Iterable[Tensor]) -> tuple[set[Node], dict[Node | None, list[Tensor]]]:
+        """The nodes that run first: all that lead to a wanted leaf, or to one that joins them; and
+        the leaves that come later, by the early node that they hang on (None: on none)."""
         among = {id(one) for one in wanted}
         first = {n for n, leaf in self.leaves.items() if id(leaf) in among or _hooked(leaf)}
         while True:
@@ -183,32 +181,28 @@ class _Graph:
             for node in reversed(self.following):
                 if not early.isdisjoint(self.following[node]):
                     early.add(node)
+            later = self._ends(early)
             more = {
                 leaf
-                for leaf, ends in self._ends(early).items()
+                for leaf, ends in later.items()
                 if len(ends) > 1 or any(end is not None and _whole(end) for end in ends)
             }
             if not more:
-                return early
+                break
             first |= more
-
-    def by_end(self, early: set[Node]) -> dict[Node | None, list[Tensor]]:
-        """Leaves that come later, by the early node that they hang on (None: on none)."""
         found: dict[Node | None, list[Tensor]] = {}
-        for leaf, (end,) in self._ends(early).items():
+        for leaf, (end,) in later.items():
             found.setdefault(end, []).append(self.leaves[leaf])
-        return found
+        return early, found
 
     def _ends(self, early: set[Node]) -> dict[Node, set[Node | None]]:
         """Early nodes whose edges lead, by others, to each leaf that comes later."""
-        ends: dict[Node, set[Node | None]] = {node: set() for node in self.following}
-        for node in self.roots:
-            if node not in early:
-                ends[node].add(None)
+        ends: dict[Node, set[Node | None]] = {n: {None} for n in self.roots if n not in early}
         for node, following in self.following.items():
+            mine: set[Node | None] = {node} if node in early else ends[node]
             for one in following:
                 if one not in early:
-                    ends[one] |= {node} if node in early else ends[node]
+                    ends[one] = ends[one] | mine if one in ends else mine
         return {leaf: ends[leaf] for leaf in self.leaves if leaf not in early}
 
 

@@ -54,7 +54,7 @@ def apart_for_nccl() -> None:
 
 def on_host(tensor: Tensor) -> bool:
     """True if its numbers are in the host's memory, where Python reads them without waiting."""
-    return tensor.device.type == HOST.type
+    return tensor.is_cpu
 
 
 def to_host(tensor: Tensor) -> Tensor:

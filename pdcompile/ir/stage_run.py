@@ -29,7 +29,7 @@ from pdcompile.parts.conversions import resharding
 Gradient = Callable[[int], Tensor | None]  # of an edge, from later stages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # a frozen one takes twice as long to make
 class Microbatch:
     """One call of a stage's forward: its random streams are named by minibatch and microbatch.
 

@@ -63,6 +63,7 @@ class Streams:
             self._names[module] = name
         names = vars(module_of(type(stage)))
         names["draw"] = self._announced
+        apart = [submodule_of(stage, path) for path in interface.opaque]
         for path in {*interface.train.draws, *interface.eval.draws}:
             train, evaluation = (
                 one.draws.get(path, ()) for one in (interface.train, interface.eval)
@@ -73,10 +74,11 @@ class Streams:
             module = submodule_of(stage, path)
             module.register_forward_pre_hook(self._hooks[counted])
             module.register_forward_hook(self._after)
+            if not [*module.parameters()]:  # there is little to compile between the two hooks
+                apart.append(module)
         announce(stage, interface, lambda: self.scope(stage))
         if self.backend:
-            opaque = [submodule_of(stage, path) for path in interface.opaque]
-            compile_in_place(stage, names, self.backend, opaque)
+            compile_in_place(stage, names, self.backend, apart)
 
     def _hook(self, path: str, train: tuple[int, ...], evaluation: tuple[int, ...]) -> Any:
         def before(module: nn.Module, _: Any) -> None:

@@ -408,11 +408,11 @@ class GivenOptions:
         None,
         "Run each stage through torch.compile with this backend: inductor, aot_eager, …; None: as "
         "it is.",
-        "A name of torch.compiler.list_backends(), or a function as torch.compile takes one.  A "
-        "rank compiles its stages at the first microbatch of each size.  Masks of dropout are "
+        "A name of torch.compiler.list_backends(), or a function as torch.compile takes one.  "
+        "Ranks compile their stages side by side, before the first step.  Masks of dropout are "
         "eager's, opaque modules and the loss_fn are not compiled, and no backward is split.",
         check=values.backend,
-        flag=Flag("NAME", str, verbs=("run",)),
+        flag=Flag("NAME", str, verbs=("run", "verify")),
     )
     progress: bool | Literal["auto"] = option(
         "auto",

@@ -32,6 +32,7 @@ from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.runtime.device import RankDevice
+from pdcompile.runtime.stage.compile_ahead import compile_ahead
 from pdcompile.runtime.stage.gradients import absent, is_absent
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.contract import Expected, check_tensor
@@ -102,9 +103,10 @@ class Compute:
         device: RankDevice, scale: LossScale | None,
     ) -> None:  # fmt: skip
         self._stage, self._weights, self._device, self._scale = stage, weights, device, scale
-        self._stage_run = StageRun(stage, streams, self._region)
         self._autocast = compiled.plan.training.autocast
         self._makes = compiled.makes_tensors(stage)  # of nothing
+        region = [self._region] if self._autocast is not None or self._makes else []
+        self._stage_run = StageRun(stage, streams, *region)
         self._whole = bool(compiled.interfaces[stage].opaque)  # its backward cannot be split
         self._recomputes = bool(compiled.plan.stages[stage].recompute)
         self._written = compiled.written_buffers(stage)
@@ -117,6 +119,13 @@ class Compute:
         making = self._device.making() if self._makes else nullcontext()
         with autocast_region(self._autocast), making:
             yield
+
+    def compile_ahead(self, wiring: Wiring, size: int) -> None:
+        """Compile the stage before the first minibatch, unless modules in it run as they are."""
+        if self._whole:
+            return
+        module, device = self._weights.module(0, wiring.training), self._device.device
+        compile_ahead(self._stage, self._stage_run, module, wiring, size, device)
 
     def forward(
         self, feed: Feed, microbatch: int, version: int, receive: Callable[[int], Tensor]
@@ -241,5 +250,5 @@ class Compute:
 
 def expected(port: Port, size: int, minibatch: int) -> Expected:
     """Tensor that a port carries for a microbatch of `size` samples."""
-    shape = tuple(size_at(one, size) for one in port.shape)
+    shape = tuple([size_at(one, size) for one in port.shape])
     return Expected(shape, getattr(torch, port.dtype), minibatch)

@@ -14,6 +14,8 @@ those that processors make the lower bits are 0.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from ctypes import memmove, string_at
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +31,9 @@ def absent(like: Tensor) -> Tensor:
     """Message in place of a gradient of this tensor: in host memory, where whoever gets it within
     this process sees at once that it is none."""
     found = torch.zeros_like(like, memory_format=torch.contiguous_format, device=devices.HOST)
-    memory = found.untyped_storage()
-    for n, byte in enumerate(_bytes(found) if found.numel() else ()):
-        memory[n] = byte
+    if found.numel():
+        mark = _mark(found.dtype)
+        memmove(found.data_ptr(), mark, len(mark))
     return found
 
 
@@ -39,16 +41,14 @@ def is_absent(gradient: Tensor) -> bool:
     """True if a gradient that came in says that there was none; one on a device says nothing."""
     if not devices.on_host(gradient) or gradient.layout != torch.strided or not gradient.numel():
         return False
-    start, memory = gradient.storage_offset() * gradient.itemsize, gradient.untyped_storage()
-    if memory[start] != _LOWEST:
-        return False
-    return all(memory[start + n] == byte for n, byte in enumerate(_bytes(gradient)))
+    mark = _mark(gradient.dtype)
+    return string_at(gradient.data_ptr(), len(mark)) == mark
 
 
-def _bytes(tensor: Tensor) -> list[int]:
+@cache
+def _mark(dtype: torch.dtype) -> bytes:
     """Bytes of the first number, of a complex one of its real part."""
-    size = tensor.itemsize // (2 if tensor.is_complex() else 1)
-    return [_LOWEST, *[_MIDDLE] * (size - 2), _HIGHEST]
+    return bytes([_LOWEST, *[_MIDDLE] * (dtype.to_real().itemsize - 2), _HIGHEST])
 
 
 Gradients = dict[str, Tensor]

@@ -79,7 +79,8 @@ class StageWeights(StageGradients):
         stage_class = compiled.stage_classes[stage]
         self.modules = [instance(stage_class, interface, model) for _ in range(self.versions)]
         self.evaluators = self.modules  # others for another form of call
-        self._homes = [home for module in self.modules for home in module.modules()]
+        homes = [home for module in self.modules for home in module.modules()]
+        self._tables = [one._buffers for one in homes], [one._parameters for one in homes]
         self._places = places(self.modules[0], interface)
         for version, module in enumerate(self.modules):
             for name, fqn in self._places.items():
@@ -122,8 +123,8 @@ class StageWeights(StageGradients):
 
     def memories(self, *, parameters: bool) -> set[int]:
         """Addresses of the memory of the weights of every version, or of the buffers."""
-        tables = (home._parameters if parameters else home._buffers for home in self._homes)
-        return {memory_of(one) for table in tables for one in table.values() if one is not None}
+        held = [table for table in self._tables[parameters] if table]  # most hold nothing
+        return {memory_of(one) for table in held for one in table.values() if one is not None}
 
     # -- versions ----------------------------------------------------------------------------
 

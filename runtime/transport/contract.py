@@ -74,15 +74,25 @@ def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
         )
     if not tensor.numel():
         return torch.zeros(1, dtype=torch.uint8, device=tensor.device)
-    return flat_bytes(tensor.detach().resolve_conj().resolve_neg().permute(order))
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return flat_bytes(tensor if _natural(order) else tensor.permute(order))
 
 
 def from_bytes(flat: Tensor, expected: Expected, order: tuple[int, ...]) -> Tensor:
     """A tensor on the memory of `flat` (the inverse of `to_bytes`)."""
-    memory = flat[: expected.num_bytes].view(expected.dtype)
+    num_bytes = expected.num_bytes
+    memory = (flat if flat.numel() == num_bytes else flat[:num_bytes]).view(expected.dtype)
+    if _natural(order):
+        return memory.view(expected.shape)
     position = {dim: at for at, dim in enumerate(order)}
     shape = [expected.shape[dim] for dim in order]
     return memory.view(shape).permute([position[dim] for dim in range(len(order))])
+
+
+def _natural(order: tuple[int, ...]) -> bool:
+    """True if no dimension changes its place: most messages, for which each call counts."""
+    return order == tuple(range(len(order)))
 
 
 class Note(NamedTuple):
@@ -170,7 +180,7 @@ def check_tensor(tensor: object, expected: Expected, what: str) -> None:
     """Raise ContractError unless a stage made what the plan says (an edited stage may not)."""
     if not isinstance(tensor, Tensor):
         raise ContractError(f"{what} is a {type(tensor).__name__}, not a tensor")
-    if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         raise ContractError(
             f"{what} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, planned was "
             f"{dtype_name(expected.dtype)} {expected.shape}",

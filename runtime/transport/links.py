@@ -134,8 +134,9 @@ class Link:
     def start(self, flat: Fetched, channel: Channel, processes: Sequence[int]) -> Handle:
         """Begin a message to each of some processes; what is on its way to the memory is sent when
         it has come."""
-        sent = [self._start(flat, channel, process, sending=True) for process in processes]
-        return sent[0] if len(sent) == 1 else _Sent(sent)
+        if len(processes) == 1:
+            return self._start(flat, channel, processes[0], sending=True)
+        return _Sent([self._start(flat, channel, one, sending=True) for one in processes])
 
     def expect(self, flat: Tensor, channel: Channel, process: int) -> Working:
         """Begin to receive a message from a process, into this memory."""

@@ -12,7 +12,6 @@ sender may wait for its sends as usual.  Notes themselves are awaited some calls
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -62,8 +61,7 @@ class GroupTransport:
         self.control = Link(defaultdict(lambda: group))
         self._data = data or self.control
         self._call = 0
-        self._numbers: dict[Channel, Iterator[int]] = defaultdict(count)  # of messages noted each
-        self._outgoing: dict[Channel, tuple[int, ...]] = {}  # memory order of open channels
+        self._outgoing: dict[Channel, _Outgoing] = {}
         self._incoming: dict[Channel, _Incoming] = {}
         self._deferred: deque[tuple[int, Handle]] = deque()
 
@@ -71,30 +69,27 @@ class GroupTransport:
         self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
     ) -> Handle:
         """Post a message; `deferred`: nobody will wait for the handle, `settle` will."""
-        targets = self.places.targets(self.rank, channel.peer)
-        if not targets:  # another part sends it
+        state = self._outgoing.get(channel)
+        opens = state is None
+        if state is None:
+            state = self._outgoing[channel] = _Outgoing(self, channel, tensor)
+        if not state.targets:  # another part sends it
             return SENT
-        link, order = self.link(channel), self._outgoing.get(channel)
-        opens = order is None and channel.kind is not Kind.CALL
-        if order is None:
-            order = self._outgoing[channel] = memory_order(tensor)
-        shape = tuple(tensor.shape)
-        note = Note(self.plan, channel, minibatch, tensor.dtype, shape, order)
-        if opens:
-            self._tell(note)
-        comes = not (channel.kind in MAY_LACK and link.direct and is_absent(tensor))
-        flat = Fetched(to_bytes(tensor, order))
+        if opens and channel.kind is not Kind.CALL:
+            self._tell(state.note(tensor, minibatch))
+        link, data = state.link, to_bytes(tensor, state.order)
         if link.direct:
-            flat = Fetched(self.device.place(flat.tensor))
-        elif channel.kind is not Kind.CALL:
-            flat = self.device.fetch(flat.tensor)
-        if self.notes_each(channel):
+            flat = Fetched(self.device.place(data))
+        else:
+            flat = Fetched(data) if channel.kind is Kind.CALL else self.device.fetch(data)
+        if state.noted:
             read = checksum(self.device.fetch(flat.wait()).wait()) if self.sealed else 0
-            serial = next(self._numbers[channel])
+            comes = not (channel.kind in MAY_LACK and link.direct and is_absent(tensor))
+            serial, note = next(state.numbers), state.note(tensor, minibatch)
             self._tell(note._replace(serial=serial, comes=comes, checksum=read))
-        if not comes:
-            return SENT
-        sent = link.start(flat, channel, targets)
+            if not comes:
+                return SENT
+        sent = link.start(flat, channel, state.targets)
         if not deferred:
             return sent
         self._deferred.append((self._call, sent))
@@ -140,6 +135,22 @@ class GroupTransport:
         """True if there is a note ahead of each message: where all are checked, and for gradients
         that may be absent, which the host has to know, where they do not come to the host."""
         return self.sealed or (channel.kind in MAY_LACK and self.link(channel).direct)
+
+
+class _Outgoing:
+    """The sending end of a channel: what all of its messages have in common."""
+
+    def __init__(self, transport: GroupTransport, channel: Channel, first: Tensor) -> None:
+        self.link, self.order = transport.link(channel), memory_order(first)
+        self.targets = transport.places.targets(transport.rank, channel.peer)
+        self.noted = transport.notes_each(channel)
+        self.numbers = count()  # of messages noted each
+        self._plan, self._channel = transport.plan, channel
+
+    def note(self, tensor: Tensor, minibatch: int) -> Note:
+        """What is said ahead of a message."""
+        shape = tuple(tensor.shape)
+        return Note(self._plan, self._channel, minibatch, tensor.dtype, shape, self.order)
 
 
 class _Incoming:

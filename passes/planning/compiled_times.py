@@ -1,0 +1,62 @@
+"""Times of compiled stages: the forecast of a plan whose stages run through torch.compile.
+
+A cut is chosen by costs of single ops, which no compiler has fused.  Once it is, its stages are
+timed as they will run, and the forecast of a step is of these times.  Memory is that of stages as
+they are: what compiled code keeps for its backward is the compiler's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from pdcompile.eager.meta import without_values
+from pdcompile.eager.stage_compiler import Backend, name_of
+from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.stage_interface import Sources
+from pdcompile.options import Options
+from pdcompile.passes.profile.stage_times import measure_stages
+from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Plan
+from pdcompile.units import format_seconds
+
+
+def times_compiled(options: Options, model: nn.Module) -> bool:
+    """True if stages are timed as they are compiled: costs are measured, and nobody gave a plan."""
+    if options.stage_compiler is None or options.costs != "measured" or options.refine is False:
+        return False
+    given = options.plan is not None or options.sources is not None
+    return not given and options.parts == 1 and not without_values(model)
+
+
+def with_compiled_times(
+    graph: OpGraph, plan: Plan, sources: Sources, model: nn.Module, leaves: Mapping[str, Any],
+    size: int, backend: Backend | None,
+) -> Plan:  # fmt: skip
+    """The plan with a forecast of compiled stages, timed on one microbatch of `size` samples, and a
+    note that has both forecasts."""
+    before, devices = plan.forecast, plan.machines.devices
+    assert before is not None
+    times = measure_stages(
+        graph, plan, sources, model, leaves, microbatch_size=size, backend=backend
+    )
+    speeds = [min(devices[rank].speed for rank in ranks) for ranks in plan.ranks]
+    stages = tuple(
+        replace(
+            stage,
+            forward_seconds=one.forward_seconds / speed,
+            backward_seconds=one.backward_seconds / speed,
+        )
+        for stage, one, speed in zip(plan.stages, times, speeds, strict=True)
+    )
+    found = simulate(replace(plan, stages=stages)).forecast
+    took = ", ".join(f"{1e3 * one.seconds:.3g}" for one in times)
+    note = (
+        f"stages compiled by {name_of(backend)} measured: {took} ms; a step is forecast from them, "
+        f"{format_seconds(found.step_seconds)} in place of {format_seconds(before.step_seconds)} "
+        "of stages as they are; cut, timeline and memory are of these"
+    )
+    return replace(plan, forecast=replace(found, ledgers=before.ledgers), notes=(*plan.notes, note))
