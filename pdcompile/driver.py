@@ -238,8 +238,8 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
 def fastest(
     model: nn.Module, flat: FlatCall, options: Options, num_ranks: int | None, step: PassRunner
 ) -> Planned:
-    """The fastest plan, of the layouts of parts that are open: half of the time is for one plan of
-    each, the other half for that of the best layout."""
+    """The fastest plan, of the layouts of parts that are open: half of the time is for a sketch of
+    each, the other half for the plan of the best layout."""
     experts = options.parts == "any" and any(one.dim() == 3 for one in model.parameters())
     open_to = layouts(options, num_ranks, experts=experts)
     search = LayoutSearch(len(open_to) > 1, step.listener)
@@ -323,7 +323,7 @@ def make_plan(
     step("costs", planner.costs)
     search.check(planner.least_step_seconds())
     step("problem", planner.problem)
-    plan = step("plan", partial(planner.plan, search.elsewhere))
+    plan = step("plan", partial(planner.plan, search.elsewhere, sketch=search.sketches))
     if why_not_timed(plan, planner.options, planner.model) is not None:
         return plan
     return step("refined", lambda: planner.refined(plan, microbatch))

@@ -23,12 +23,12 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration
 from pdcompile.options.layouts import named
 from pdcompile.pass_runner import Listener
-from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, Slower
+from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS, Sketched
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Alternative, Plan
 from pdcompile.units import format_seconds
 
-FIRST_PLAN = 5.0  # seconds of search that a first plan takes at most, of all but huge models
+FIRST_PLAN = 5.0  # seconds of search that a sketch takes at most, of all but huge models
 NOT_HERE = (ClusterError, ConfigError, InfeasibleError, LaunchError)  # of one layout among others
 
 
@@ -45,10 +45,11 @@ class Planned(NamedTuple):
 
 @dataclass
 class LayoutSearch:
-    """Plans of the layouts that were tried.
+    """Sketches of the layouts that were tried, and the plan of the best one.
 
     `several`: one of them may be impossible.  `whole`: the capture of whole stages, once there is
-    one.  `best_seconds`: of a step, by the forecast.
+    one.  `best_seconds`: of a step, by a sketch or the plan's forecast.  `sketches`: of the present
+    layout no plan is to be made.
     """
 
     several: bool
@@ -56,43 +57,49 @@ class LayoutSearch:
     whole: Capture | None = None
     best: Planned | None = None
     best_seconds: float = inf
+    sketches: bool = False
 
     def __post_init__(self) -> None:
-        self._steps: dict[str, float] = {}  # seconds in each layout that has a plan
+        self._steps: dict[str, float] = {}  # seconds in each layout that has a sketch or plan
         self._bounds: dict[str, float] = {}  # of those in each that was not impossible
         self._first: PdcompileError | None = None
         self._time_limit: float | None = None
         self._searched, self._began = 0.0, inf  # seconds; when the search of a layout began
         self._least = 0.0  # seconds that no step of the present layout can take less than
-        self._again = False  # it is the best one, which is searched for longer
+        self._making = False  # it is the best one, whose plan is to be made
 
     def turns(self, layouts: Sequence[Options]) -> Iterator[Options]:
-        """Each layout with its share of one half of the time, then the best one with the other.
+        """Each layout with its share of one half of the time, then the best one with the other; the
+        next best where there is no plan of it.
 
-        What a layout leaves is for the next ones, and each may take as long as a first plan does.
+        What a layout leaves is for the next ones, and each may take as long as a sketch does.
         """
         if not self.several:
             yield from layouts
             return
         self._time_limit = layouts[0].time_limit
         total = DEFAULT_SECONDS if self._time_limit is None else self._time_limit
+        self.sketches = True
         for left, one in zip(range(len(layouts), 0, -1), layouts, strict=True):
             share = (total / 2 - self._searched) / left
             yield replace(one, time_limit=max(share, min(FIRST_PLAN, total / 2)))
-        if self.best is not None:
-            self._again = True
-            yield replace(self.best.options, time_limit=max(total - self._searched, total / 2))
+        self.sketches, self._making = False, True
+        known = [one for one in layouts if named(one) in self._steps]
+        for one in sorted(known, key=lambda one: self._steps[named(one)]):
+            if self.best is None:
+                yield replace(one, time_limit=max(total - self._searched, total / 2))
 
     @contextmanager
     def trying(self, options: Options) -> Iterator[None]:
-        """Context of planning one layout: among several it may be impossible, or slower."""
+        """Context of planning one layout: among several it may be impossible, or a sketch."""
         try:
             yield
-        except Slower as slower:
-            self._bounded(options, slower.least_seconds)
-            if slower.seconds < inf:
-                self._steps.setdefault(named(options), slower.seconds)
-            self.listener.told(f"{named(options)}: {slower}")
+        except Sketched as sketch:
+            self._bounded(options, sketch.least_seconds)
+            if sketch.seconds < inf:
+                self._steps[named(options)] = sketch.seconds
+            self.best_seconds = min(self.best_seconds, sketch.seconds)
+            self.listener.told(f"{named(options)}: {sketch}")
         except NOT_HERE as error:
             if not self.several:
                 raise
@@ -109,17 +116,17 @@ class LayoutSearch:
     @property
     def elsewhere(self) -> float:
         """Seconds of a step that a plan of the present layout has to be faster than."""
-        return inf if self._again else self.best_seconds
+        return inf if self._making else self.best_seconds
 
     def check(self, least_seconds: float) -> None:
         """Take the seconds that no step of the present layout can take less than.
 
         Raises:
-            Slower: the best one so far takes no longer.
+            Sketched: the best one so far takes no longer.
         """
         self._least, self._began = least_seconds, time.monotonic()
-        if least_seconds >= self.best_seconds:
-            raise Slower(least_seconds)
+        if least_seconds >= self.elsewhere:
+            raise Sketched(least_seconds)
 
     def add(self, found: Planned) -> None:
         """Take a plan, which is the best one if its step is the shortest."""
@@ -131,7 +138,7 @@ class LayoutSearch:
         self._steps[name] = seconds
         self._bounded(found.options, plan.certificate.bound_seconds * _scale(plan))
         self.listener.told(f"{name}: {format_seconds(seconds)} a step")
-        if seconds <= self.best_seconds:
+        if seconds <= self.elsewhere:
             self.best, self.best_seconds = found, seconds
 
     def _bounded(self, options: Options, seconds: float) -> None:

@@ -130,17 +130,18 @@ class Planner:
         """The problem of the first number of microbatches."""
         return self._problem_at(self.space.microbatches[0])
 
-    def plan(self, elsewhere: float = inf) -> Plan:
+    def plan(self, elsewhere: float = inf, *, sketch: bool = False) -> Plan:
         """The best plan of the space, with a note where its stages could be timed and are not.
 
         Args:
             elsewhere: seconds of a step that it has to be faster than.
+            sketch: it is not to be made.
 
         Raises:
-            Slower: it is not.
+            Sketched: it is not faster, or not to be made.
             InfeasibleError: no plan fits (NotFoundError: none was found).
         """
-        plan = self._best(self._graphs, self._problem_at, elsewhere)
+        plan = self._best(self._graphs, self._problem_at, elsewhere, sketch=sketch)
         reason = why_not_timed(plan, self.options, self.model)
         if not reason:
             return plan
@@ -186,6 +187,8 @@ class Planner:
         graphs: Mapping[int, OpGraph],
         problem_at: Callable[[int], PartitionProblem],
         elsewhere: float = inf,
+        *,
+        sketch: bool = False,
     ) -> Plan:
         options, tolerance = self.options, self.options.cut_tolerance
         plan = best_plan(
@@ -193,6 +196,7 @@ class Planner:
             time_limit=options.time_limit,
             tolerance=TOLERANCE if tolerance is None else tolerance,
             seed=self.training.seed, listener=self.listener, elsewhere=elsewhere,
+            sketch=sketch,
         )  # fmt: skip
         least = _work(graphs) / sum(device.speed for device in self.cluster.devices)
         m = 1 if plan.training.kind.drains else plan.training.num_microbatches

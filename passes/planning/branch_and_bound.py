@@ -69,10 +69,11 @@ LEAVES = "some of the longest path on each stage, where ranks hold several"
 RULES = f"each stage on ranks in a row; {SCOPE}"
 
 
-class Slower(Exception):
-    """Raised where no plan of a space can be, or was found, as fast as one of another space.
+class Sketched(Exception):
+    """Raised in place of a plan that nobody wants made: a sketch is enough, or it is slower than
+    one of another space.
 
-    `least_seconds`: no step takes less; `seconds`: of its best plan that was tried, with updates.
+    `least_seconds`: no step takes less; `seconds`: of the best one that was tried, with updates.
     """
 
     def __init__(self, least_seconds: float, seconds: float = math.inf) -> None:
@@ -97,6 +98,7 @@ class PlanSearch:
     whole: Budget  # with the time in which one of the fastest plans is chosen
     tolerance: float  # see `best_plan`
     elsewhere: float = math.inf  # as there
+    sketch: bool = False
     trials: Trials = field(init=False)
     proved: Plan | None = None  # where only the cut is open
     floor: float = math.inf  # bound of what was left unfinished
@@ -108,7 +110,7 @@ class PlanSearch:
     def __post_init__(self) -> None:
         self.trials = Trials(
             self.graph_at, self._prepared, self.cluster, self.training, self.budget,
-            self.listener.told, len(self.space.homes) > 1, self.elsewhere,
+            self.listener.told, len(self.space.homes) > 1, self.elsewhere, self.sketch,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -252,8 +254,10 @@ class PlanSearch:
     def result(self) -> Plan:
         """The best plan with its certificate.
 
-        Raises InfeasibleError when there is none, Slower when none is better than `elsewhere`.
+        Raises InfeasibleError when there is none, Sketched where none is to be made.
         """
+        if self.sketch and (self.proved or self.trials.found):
+            raise self._sketched()
         if self.proved is not None:
             return self.proved
         if (dropped := self.trials.confirm()) < math.inf:
@@ -263,7 +267,7 @@ class PlanSearch:
                 raise KeyboardInterrupt
             if self.elsewhere < math.inf:
                 least = min(self.trials.least.values(), default=math.inf)
-                raise Slower(min(self.floor, self.elsewhere), least)
+                raise Sketched(min(self.floor, self.elsewhere), least)
             raise no_plan(
                 self.prepared, self.cluster, self.space, self.training,
                 unproved=[*self.unproved, *left_out(self.space, self.cluster)],
@@ -295,6 +299,18 @@ class PlanSearch:
         notes = [*plan.notes, *notes, *saved]
         plan = replace(plan, certificate=certificate, notes=tuple(notes), alternatives=tried)
         return with_problem(plan, problem, self.cluster)
+
+    def _sketched(self) -> Sketched:
+        """Seconds of the best plan, and of the bound."""
+        if (plan := self.proved) is not None:
+            scale = 1 if plan.training.kind.drains else plan.training.num_microbatches
+            seconds = plan.certificate.objective_seconds * scale
+            if plan.forecast is not None:
+                seconds = plan.forecast.step_seconds
+            return Sketched(plan.certificate.bound_seconds * scale, seconds)
+        (seconds, candidate), (fastest, _) = self.trials.chosen, self.trials.found[-1]
+        bound = min(self.floor, fastest, self.elsewhere)
+        return Sketched(bound, seconds + self.trials.updates(candidate))
 
     def _prover(self, setting: Setting) -> str:
         if self.space.placement or self.relaxed:
@@ -447,6 +463,7 @@ def best_plan(
     seed: int = 0,
     listener: Listener | None = None,
     elsewhere: float = math.inf,
+    sketch: bool = False,
 ) -> Plan:
     """The best plan of the space; its certificate says what was exhausted.
 
@@ -462,9 +479,10 @@ def best_plan(
         seed: equal seeds give equal plans as long as the time limit is not reached.
         elsewhere: seconds of a step, with its updates, of a plan that there is in another space;
             only better ones are sought, unless only the cut is open.
+        sketch: make no plan, which takes seconds of a large model; all time is for the search.
 
     Raises:
-        Slower: no better one than that was found.
+        Sketched: no better one than that was found, or only a sketch is wanted.
         InfeasibleError: no plan fits; names what lacks.
         NotFoundError: none was found that does, and the space is not exhausted; says why.
         ConfigError: constraints that need a number of stages.
@@ -479,7 +497,7 @@ def best_plan(
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,
             listener or Listener(), Budget(seconds - kept, within=whole), whole, tolerance,
-            elsewhere,
+            elsewhere, sketch,
         )  # fmt: skip
         search.run()
         search.improve()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, NotFoundError
@@ -165,10 +165,10 @@ def _near(r: random.Random, held: list[int]) -> int:
 
 def explored(
     case: WholeSpace, time_limit: float | None = None, tolerance: float = 0.0,
-    elsewhere: float = math.inf,
+    **more: Any,
 ) -> Plan:  # fmt: skip
     given = case.graph_at, case.problem, case.cluster, case.space, case.training
-    return best_plan(*given, time_limit=time_limit, tolerance=tolerance, elsewhere=elsewhere)
+    return best_plan(*given, time_limit=time_limit, tolerance=tolerance, **more)
 
 
 def verdict(case: WholeSpace) -> str:

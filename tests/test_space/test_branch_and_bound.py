@@ -15,7 +15,7 @@ from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
-from pdcompile.passes.planning.branch_and_bound import Slower, best_plan
+from pdcompile.passes.planning.branch_and_bound import Sketched, best_plan
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training
@@ -103,13 +103,17 @@ def test_only_what_is_faster_than_another_plan_is_sought(schedules: tuple[str, .
     seconds = step_seconds(best)
     again = explored(graph, cluster, space, elsewhere=1.01 * seconds)
     assert (again.stages, again.certificate.status) == (best.stages, "optimal")
-    with pytest.raises(Slower) as slower:
+    with pytest.raises(Sketched) as sketch:
         explored(graph, cluster, space, elsewhere=0.99 * seconds)
-    assert slower.value.least_seconds == pytest.approx(0.99 * seconds)  # it was exhausted
-    assert slower.value.seconds >= seconds * (1 - 1e-9)
-    with pytest.raises(Slower) as slower:
+    assert sketch.value.least_seconds == pytest.approx(0.99 * seconds)  # it was exhausted
+    assert sketch.value.seconds >= seconds * (1 - 1e-9)
+    with pytest.raises(Sketched) as sketch:
         explored(graph, cluster, space, elsewhere=0.99 * seconds, time_limit=0.0)
-    assert slower.value.least_seconds <= 0.99 * seconds
+    assert sketch.value.least_seconds <= 0.99 * seconds
+    with pytest.raises(Sketched) as sketch:
+        explored(graph, cluster, space, sketch=True)
+    assert sketch.value.least_seconds == pytest.approx(seconds)
+    assert sketch.value.seconds >= seconds * (1 - 1e-9)  # with its updates
 
 
 @pytest.mark.sample(1)

@@ -46,6 +46,7 @@ class Trials:
     tell: Callable[[str], None]
     any_updates: bool = False  # at homes or not is open
     elsewhere: float = math.inf  # seconds of a step of a plan that there is in another space
+    sketch: bool = False  # the plan of the best one will not be made
     floor: float = 0.0  # no candidate is better
     found: list[tuple[float, Candidate]] = field(default_factory=list)  # each better, step seconds
     #: what may lack memory: seconds of a step, share by the graph-free ledger
@@ -123,8 +124,8 @@ class Trials:
         return self.budget.late or self.budget.spent > share * left
 
     def making(self, candidate: Candidate, *, anew: bool = False) -> float:
-        """Seconds that its plan takes; none where it was made before, but `anew`."""
-        if candidate in self._made and not anew:
+        """Seconds that its plan takes; none where it was made before or will not be, but `anew`."""
+        if not anew and (self.sketch or candidate in self._made):
             return 0.0
         graph = self.graph_at(candidate.setting.num_microbatches)
         return making_seconds(graph, candidate.stage_of, self.others)
