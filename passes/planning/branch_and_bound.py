@@ -42,7 +42,7 @@ from pdcompile.passes.planning.border_cuts import Fits, preferred
 from pdcompile.passes.planning.candidate_plan import making_seconds
 from pdcompile.passes.planning.memory_limits import SCOPE, within_ledgers
 from pdcompile.passes.planning.search.first_plans import FirstPlans
-from pdcompile.passes.planning.search.trials import EXACT, Trials
+from pdcompile.passes.planning.search.trials import EXACT, Sketched, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, Training
 from pdcompile.plan.evaluate import Evaluation, measure
@@ -67,20 +67,6 @@ ALONG = "dynamic program over ranks, along a path"
 RELAXATION = "linear program over critical paths"
 LEAVES = "some of the longest path on each stage, where ranks hold several"
 RULES = f"each stage on ranks in a row; {SCOPE}"
-
-
-class Sketched(Exception):
-    """Raised in place of a plan that nobody wants made: a sketch is enough, or it is slower than
-    one of another space.
-
-    `least_seconds`: no step takes less; `seconds`: of the best one that was tried, with updates.
-    """
-
-    def __init__(self, least_seconds: float, seconds: float = math.inf) -> None:
-        least, found = format_seconds(least_seconds), format_seconds(seconds)
-        tried = f"; the best plan tried takes {found}" * (seconds < math.inf)
-        super().__init__(f"a step takes {least} or more{tried}")
-        self.least_seconds, self.seconds = least_seconds, seconds
 
 
 @dataclass

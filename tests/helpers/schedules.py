@@ -98,7 +98,8 @@ def plans(
         source = draw(st.integers(0, n - 2))
         targets = tuple(sorted(draw(st.sets(st.integers(source + 1, n - 1), min_size=1))))
         edges.append(Edge(f"v{index}", source, targets, 1, draw(st.booleans())))
-    ties = n > 1 and kind.one_age
+    late = kind.stream and kind.drains  # ties are of stages on the same ranks
+    ties = n > 1 and kind.one_age and not late
     for index in range(draw(st.integers(0, 2)) if ties else 0):
         holders = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))))
         tied.append(TiedParameter(f"w{index}", holders, 1))

@@ -15,8 +15,9 @@ from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
-from pdcompile.passes.planning.branch_and_bound import Sketched, best_plan
+from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.plan_check import check_plan
+from pdcompile.passes.planning.search.trials import Sketched
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.times import times_of

@@ -34,6 +34,20 @@ SURE = 0.8  # of the memory, by the graph-free ledger: what takes less fits
 EXACT = 1e-9  # relative: bounds this close to the best are met
 
 
+class Sketched(Exception):
+    """Raised in place of a plan that nobody wants made: a sketch is enough, or it is slower than
+    one of another space.
+
+    `least_seconds`: no step takes less; `seconds`: of the best one that was tried, with updates.
+    """
+
+    def __init__(self, least_seconds: float, seconds: float = math.inf) -> None:
+        least, found = format_seconds(least_seconds), format_seconds(seconds)
+        tried = f"; the best plan tried takes {found}" * (seconds < math.inf)
+        super().__init__(f"a step takes {least} or more{tried}")
+        self.least_seconds, self.seconds = least_seconds, seconds
+
+
 @dataclass
 class Trials:
     """The best candidate so far, and what may be better but was not judged."""
