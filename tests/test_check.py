@@ -56,6 +56,19 @@ def test_tied_weights_whose_sums_take_unlike_times(replicas: tuple[int, ...], m:
     check(make_plan("2bw", 3, m, tied=tied, replicas=replicas))
 
 
+@pytest.mark.parametrize(("replicas", "skips"), [((1, 2, 1), False), ((1, 1, 2, 1), True)])
+def test_turns_decide_the_depths_of_lone_updates(replicas: tuple[int, ...], skips: bool) -> None:
+    """With more in flight a gradient waited for a receive of the next call."""
+    count = len(replicas)
+    edges = (Edge("v", 0, (2,), 1, True),) if skips else tuple(chain(count))
+    for extra in (0, 2):
+        plan = make_plan("async", count, 1, edges=edges, replicas=replicas, extra=extra)
+        assert plan.training.warmup == tuple(
+            sum(replicas[s + 1 :]) + r - 1 for s, r in enumerate(replicas)
+        )
+        check(plan)
+
+
 @settings(max_examples=60)
 @given(plans(max_stages=6, several=True), st.data())
 def test_any_sequence_of_minibatch_sizes_is_proved(plan: Plan, data: st.DataObject) -> None:

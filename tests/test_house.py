@@ -26,12 +26,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_531,
+        9_532,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_700),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_687,
+        5_688,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_383),
     "verify": (("passes/verify",), 1_527),

@@ -315,7 +315,8 @@ def test_a_tied_weight_has_the_rate_of_its_first_stage(replicas: tuple[int, int]
         "schedule": "async",
     }  # fmt: skip
     given = common | PLANNED | {"example_target": y}
-    plan = pdcompile.compile(deepcopy(model), x, replicas=replicas, **given).plan
+    ends = [pdcompile.Pin("wte", 0), pdcompile.Pin("lm_head", 1)]
+    plan = pdcompile.compile(deepcopy(model), x, replicas=replicas, constraints=ends, **given).plan
     assert plan.tied
     turned = with_turns(plan, *((0, 0, 1) if count > 1 else () for count in replicas))
     expected = pdcompile.reference(deepcopy(model), plan=turned, **common)

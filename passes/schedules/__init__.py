@@ -38,7 +38,8 @@ def warmup(
 
     Args:
         replicas: r_s, one each when empty.
-        extra: e puts 1 + e in place of the 1 (1 hides transfers up to a stage's own time).
+        extra: e puts 1 + e in place of the 1 (1 hides transfers up to a stage's own time); not
+            where each replica makes updates alone, whose turns decide.
         placement: the rank of each stage, where ranks hold several: their order then leaves no
             choice, and the depth is what a stage holds at most, counted from it, less one.
 
@@ -70,7 +71,7 @@ def warmup(
         return tuple(count - 1 for count in _held(kind, share, placement))
     depths = [0] * num_stages
     if kind.alone:  # a run of turns of all stages that follow, and one of its own
-        return tuple((1 + extra) * sum(counts[s + 1 :]) + r - 1 for s, r in enumerate(counts))
+        return tuple(sum(counts[s + 1 :]) + r - 1 for s, r in enumerate(counts))
     for stage in range(num_stages - 2, -1, -1):
         here, there = counts[stage], counts[stage + 1]
         together = here + there - 2 * gcd(here, there) if kind.updates_each else 0

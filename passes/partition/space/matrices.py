@@ -36,8 +36,8 @@ def least_depth(
     too few microbatches for these depths they are scaled down together, by how much is decided
     by all stages: then 0, or with a `guess` the depth that is likely.
     """
-    m, apart = setting.num_microbatches, 1 + setting.extra_warmup
     kind = kind_of(setting.schedule)
+    m, apart = setting.num_microbatches, 1 + setting.extra_warmup * (not kind.alone)
     cap = kind.most_warmup(m, replicas)
     if kind.warmup == "all":
         return cap
@@ -53,8 +53,8 @@ def least_depth(
 def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> int:
     """At least what `schedules.warmup` gives: each ⌈…⌉ on the way adds less than 1·r_i, and so do
     both counts of two stages whose replicas go on together."""
-    apart = 1 + setting.extra_warmup
     kind = kind_of(setting.schedule)
+    apart = 1 + setting.extra_warmup * (not kind.alone)
     cap = kind.most_warmup(setting.num_microbatches, replicas)
     if kind.warmup == "all":
         return cap

@@ -194,7 +194,8 @@ def settings(space: SearchSpace, training: Training, used: int) -> Iterator[Sett
         if homes and kind_of(schedule).updates_each and not space.straight:
             continue
         # whatever the warm-up is to be
-        same = used == 1 or kind_of(schedule).warmup == "all" or space.placement
+        kind = kind_of(schedule)
+        same = used == 1 or kind.warmup == "all" or kind.alone or space.placement
         for extra in space.extra_warmup[: 1 if same else None]:
             yield Setting(
                 schedule, m, extra, training.optimizer_factor, clips, training.step, homes
