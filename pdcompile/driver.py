@@ -38,7 +38,7 @@ from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes import codegen
 from pdcompile.passes.check import check
 from pdcompile.passes.parts import evaluated_in_parts, in_parts, run_whole
-from pdcompile.passes.planning.compiled_times import times_compiled, with_compiled_times
+from pdcompile.passes.planning.compiled_times import with_compiled_times
 from pdcompile.passes.planning.solved_problem import choices_of
 from pdcompile.passes.profile import check_costs
 from pdcompile.passes.simulate import simulate
@@ -53,7 +53,13 @@ from pdcompile.passes.trace.subject import CaptureCall, device_of
 from pdcompile.passes.verify import verify
 from pdcompile.passes.verify.full_batch import notes_on_microbatches
 from pdcompile.plan import Plan
-from pdcompile.planner import Planner, after_wider, check_refine, why_not_timed
+from pdcompile.planner import (
+    Planner,
+    after_wider,
+    check_refine,
+    times_compiled,
+    why_not_timed,
+)
 from pdcompile.report.progress import compiling
 from pdcompile.runtime.pipeline import Pipeline
 from pdcompile.user_plans import (

@@ -137,7 +137,7 @@ class LayoutSearch:
         plan, name = found.plan, named(found.options)
         seconds = (plan.forecast or simulate(plan).forecast).step_seconds
         self._steps[name] = seconds
-        self._bounded(found.options, plan.certificate.bound_seconds * _scale(plan))
+        self._bounded(found.options, plan.certificate.bound_seconds * plan.training.scale)
         self.listener.told(f"{name}: {format_seconds(seconds)} a step")
         if seconds <= self.elsewhere:
             self.best, self.best_seconds = found, seconds
@@ -158,7 +158,7 @@ class LayoutSearch:
         if not self.several:
             return self.best
         plan, own = self.best.plan, named(self.best.options)
-        bound, count = min(self._bounds.values()) / _scale(plan), len(self._bounds)
+        bound, count = min(self._bounds.values()) / plan.training.scale, len(self._bounds)
         certificate = replace(
             plan.certificate, bound_seconds=min(bound, plan.certificate.objective_seconds),
             scope=f"{plan.certificate.scope}; {count} layouts of parts, alike on all stages",
@@ -166,13 +166,8 @@ class LayoutSearch:
         if certificate.gap > 0:
             certificate = replace(certificate, status="feasible")
         others = sorted((s, name) for name, s in self._steps.items() if name != own)
-        updates = self.best_seconds - certificate.objective_seconds * _scale(plan)
+        updates = self.best_seconds - certificate.objective_seconds * plan.training.scale
         rows = [Alternative("parts", own, name, s - updates) for s, name in others[:1]]
         plan = replace(plan, certificate=certificate, alternatives=(*plan.alternatives, *rows))
         options = replace(self.best.options, time_limit=self._time_limit)
         return self.best._replace(options=options, plan=plan)
-
-
-def _scale(plan: Plan) -> float:
-    """Objectives of a plan in a step: 1, or as many as it has microbatches where nothing drains."""
-    return 1 if plan.training.kind.drains else plan.training.num_microbatches

@@ -199,8 +199,7 @@ class Planner:
             sketch=sketch,
         )  # fmt: skip
         least = _work(graphs) / sum(device.speed for device in self.cluster.devices)
-        m = 1 if plan.training.kind.drains else plan.training.num_microbatches
-        plan = with_turns(plan, least / m)
+        plan = with_turns(plan, least / plan.training.scale)
         if self._by_rule:
             m = plan.training.num_microbatches
             near = sorted({max(1, m // 2), m, min(2 * m, plan.training.batch_size)})
@@ -276,6 +275,12 @@ def after_wider(plan: Plan, wider: Plan) -> Plan:
         f"{format_seconds(found.objective_seconds)}: a gap of {100 * found.gap:.2g} %"
     )
     return replace(plan, notes=(*plan.notes, note), alternatives=wider.alternatives)
+
+
+def times_compiled(options: Options, model: nn.Module) -> bool:
+    """True if stages are timed once more, as they are compiled; the cut stays."""
+    asked = options.stage_compiler is not None and options.refine is not False
+    return asked and not _never_timed(replace(options, replicas=1), model)
 
 
 def _never_timed(options: Options, model: nn.Module) -> str:

@@ -53,7 +53,7 @@ def one_capture_a_model() -> Iterator[None]:
 
 @pytest.fixture
 def captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of how models are captured: each is, in every test."""
+    """Let a test capture each of its models anew: it is about how they are captured."""
     from pdcompile.passes.trace import capture
 
     monkeypatch.setattr("pdcompile.driver.capture", capture)

@@ -229,7 +229,7 @@ def test_ranks_compile_ahead(tmp_path: Path, schedule: str) -> None:
 
 
 def verified(compiler: Any) -> str:
-    """What verify="full" says of a model's stages."""
+    """Return what verify="full" says of a model's stages."""
     torch.manual_seed(0)
     with pdcompile.compile(
         Model(), BATCHES[0], cluster=pdcompile.Cluster.local(2), microbatches=4, costs="estimated",

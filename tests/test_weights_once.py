@@ -77,7 +77,7 @@ def test_ranks_read_one_memory(tmp_path: Path, schedule: str, ranks: int) -> Non
 
 @pytest.mark.slow
 def test_writes_of_one_rank_are_refused(tmp_path: Path) -> None:
-    """What every rank multiplies in memory that all of them read is multiplied several times."""
+    """A product that every rank writes to memory that all of them read is made several times."""
     script = PIPES + dedent("""
     model = models.mlp()
     pipe, twin = pipeline(model, stages=1)

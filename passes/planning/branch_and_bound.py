@@ -289,14 +289,13 @@ class PlanSearch:
     def _sketched(self) -> Sketched:
         """Seconds of the best plan, and of the bound."""
         if (plan := self.proved) is not None:
-            scale = 1 if plan.training.kind.drains else plan.training.num_microbatches
-            seconds = plan.certificate.objective_seconds * scale
+            certificate, scale = plan.certificate, plan.training.scale
+            seconds = certificate.objective_seconds * scale
             if plan.forecast is not None:
                 seconds = plan.forecast.step_seconds
-            return Sketched(plan.certificate.bound_seconds * scale, seconds)
+            return Sketched(certificate.bound_seconds * scale, seconds)
         (seconds, candidate), (fastest, _) = self.trials.chosen, self.trials.found[-1]
-        bound = min(self.floor, fastest, self.elsewhere)
-        return Sketched(bound, seconds + self.trials.updates(candidate))
+        return Sketched(min(self.floor, fastest), seconds + self.trials.updates(candidate))
 
     def _prover(self, setting: Setting) -> str:
         if self.space.placement or self.relaxed:

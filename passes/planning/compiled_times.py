@@ -13,23 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from pdcompile.eager.meta import without_values
 from pdcompile.eager.stage_compiler import Backend, name_of
 from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
-from pdcompile.options import Options
 from pdcompile.passes.profile.stage_times import measure_stages
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
 from pdcompile.units import format_seconds
-
-
-def times_compiled(options: Options, model: nn.Module) -> bool:
-    """True if stages are timed as they are compiled: costs are measured, and nobody gave a plan."""
-    if options.stage_compiler is None or options.costs != "measured" or options.refine is False:
-        return False
-    given = options.plan is not None or options.sources is not None
-    return not given and options.parts == 1 and not without_values(model)
 
 
 def with_compiled_times(

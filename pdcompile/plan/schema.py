@@ -218,6 +218,11 @@ class Training:
         return kind_of(self.schedule)
 
     @property
+    def scale(self) -> int:
+        """Objectives in a step: of a stream they are seconds of a microbatch."""
+        return 1 if self.kind.drains else self.num_microbatches
+
+    @property
     def joint(self) -> bool:
         """True if an update waits for all stages: for their norms, or until all are finite."""
         return self.max_grad_norm is not None or self.loss_scaling

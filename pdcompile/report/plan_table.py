@@ -103,8 +103,7 @@ def in_flight(plan: Plan, stage: int) -> int:
 def alternatives_table(plan: Plan) -> Table:
     """One row a choice: its next-best value, by the fastest plan that was tried with it."""
     table = labels.table("choice", "|here", "|next best tried", ">a step", ">change")
-    scale = 1 if plan.training.kind.drains else plan.training.num_microbatches
-    own = plan.certificate.objective_seconds * scale
+    own = plan.certificate.objective_seconds * plan.training.scale
     for one in plan.alternatives:
         change = f"{100 * (one.step_seconds / own - 1):+.3g} %" if own else "-"
         table.add_row(one.choice, one.own, one.value, format_seconds(one.step_seconds), change)

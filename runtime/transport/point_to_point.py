@@ -148,7 +148,7 @@ class _Outgoing:
         self._plan, self._channel = transport.plan, channel
 
     def note(self, tensor: Tensor, minibatch: int) -> Note:
-        """What is said ahead of a message."""
+        """Return the note that is sent ahead of a message."""
         shape = tuple(tensor.shape)
         return Note(self._plan, self._channel, minibatch, tensor.dtype, shape, self.order)
 
