@@ -12,7 +12,6 @@ from pdcompile.batch import example_call, resolve_batch
 from pdcompile.ir.graph import Capture
 from pdcompile.passes import trace
 from pdcompile.passes.trace import attempt
-from pdcompile.passes.trace.batch_sizes import few_sizes
 from tests.helpers.captures import make
 
 
@@ -50,14 +49,14 @@ def test_evaluation_is_recorded_where_changing_the_mode_does_something() -> None
     assert found.eval.ops[-1].args[1] == 2.0
 
 
-def test_forward_runs_at_four_sizes_in_training_and_at_three_in_evaluation(
+def test_forward_runs_at_three_sizes_in_both_modes(
     modes: list[tuple[bool, int]],
 ) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return torch.dropout(self.lin(x).view(len(x), 2, 4).flatten(1), 0.5, self.training).sum()
 
     found = capture(make(forward), 4)
-    assert modes == [(True, n) for n in (4, 60, 65, 1)] + [(False, n) for n in (4, 65, 1)]
+    assert modes == [(mode, n) for mode in (True, False) for n in (4, 65, 1)]
     for graph in (found.train, found.eval):
         assert (graph.sizes.smallest, graph.sizes.largest) == (1, 65)
 
@@ -74,23 +73,39 @@ def test_two_samples_are_enough_for_a_model_that_refuses_one() -> None:
     assert "more than 1 value" in found.train.sizes.below
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16, 60])
-def test_one_of_three_sizes_divides_by_small_numbers_and_none_comes_twice(size: int) -> None:
-    sizes = few_sizes(size)
-    assert sizes[0] == size
-    assert len(set(sizes)) == 3
-    assert all(sizes[1] % divisor == 0 for divisor in (2, 3, 4, 5, 6))
-
-
-def test_what_three_sizes_cannot_do_the_usual_ones_may(
+def test_what_the_upper_end_cannot_do_the_usual_sizes_may(
     modes: list[tuple[bool, int]],
 ) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.lin(x).sum() if len(x) <= 50 else x.sum()
 
     found = capture(make(forward), 2).train
-    assert [size for _, size in modes][:2] == [2, 60]
+    assert [size for _, size in modes][:2] == [2, 61]
     assert found.sizes.largest == 33
+
+
+def test_two_sizes_alone_do_not_say_that_a_number_is_linear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any two squares lie on a line."""
+    monkeypatch.setattr(attempt, "MANY_OPS", 0)
+    found = capture(make(lambda self, x: self.lin(x).sum() * torch.ones(len(x) ** 2).sum()), 16)
+    assert (found.train.sizes.smallest, found.train.sizes.largest) == (16, 16)
+
+
+def test_what_we_ask_of_sizes_is_no_question_of_the_model(modes: list[tuple[bool, int]]) -> None:
+    """Whether a mask is known is decided by the bytes of the tensors that it is made of."""
+    from transformers.utils import import_utils
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        mask = torch.ones(len(x), 8)
+        for _ in range(6):
+            mask = mask.cumsum(1)
+        assert not import_utils.is_tracing(mask)  # type: ignore[no-untyped-call]
+        return (self.lin(x) * mask * (len(x) != 1)).sum()
+
+    assert capture(make(forward), 64).train.sizes.smallest == 2
+    assert modes == [(mode, n) for mode in (True, False) for n in (64, 1025, 1, 2)]
 
 
 def repeats_unless_single(self: nn.Module, x: Tensor) -> Tensor:

@@ -168,23 +168,16 @@ class Attempts:
         first = self._recording(training, self._size)
         large = len(first.graph.ops) > MANY_OPS
         usual, few = self._usual_sizes(), few_sizes(self._size)
-        attempts, accepted = [usual], [usual, few] if large else [usual]
-        if self._splits:
-            attempts = [few, usual]
-            known = train.sizes if train is not None else None
-            if known and known.smallest <= 2 <= self._size and known.largest in few[1:]:
-                # The ends alone: training was recorded at sizes between them.
-                two = (2,) if known.smallest == 2 < self._size else ()
-                attempts = [(self._size, known.largest, *two), *attempts]
-            if self.assumed.one_size and large:
-                attempts = [few]
+        attempts = [few, usual] if self._splits else [usual]
+        if self._splits and self._size == 1 and (large or (train and train.sizes.is_one)):
+            attempts = [few]
         for sizes in attempts:
             try:
                 graph = self._fitted(training, first, sizes)
-                # All numbers at two sizes lie on a line: one sample or two have to be on it too.
+                # Any numbers at two sizes lie on a line: those at the lower end have to, too.
                 if not self._splits:
                     return graph
-                if sizes in accepted or graph.sizes.smallest <= 2:
+                if len(sizes) > 2 or graph.sizes.smallest < min(sizes):
                     one = partial(self._recording, training)
                     return replace(graph, sizes=narrowed(one, sizes, graph.sizes))
             except TraceError as error:

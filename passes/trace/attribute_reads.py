@@ -25,6 +25,7 @@ from pdcompile.passes.trace.tape.observer import OURS
 _INTERNAL = frozenset({*vars(nn.Module()), *dir(nn.Module)}) - {"training", "forward"}
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of CPython's type objects
 
+_NUMBERS = frozenset((bool, int, float, str))  # of which the first read says all
 _COMPARED_WHOLE = (  # types whose values are compared themselves, not by their attributes
     type, nn.Module, torch.Tensor, FunctionType,
     int, float, complex, str, bytes, tuple, list, dict, set, frozenset,
@@ -95,15 +96,14 @@ class AttributeReads:
         put: Any = kind.__setattr__
 
         def read(owner: Any, name: str) -> Any:
-            watched = not name.startswith("__") and name not in _INTERNAL
+            if name in _INTERNAL or name.startswith("__"):
+                return get(owner, name)
             try:
                 value = get(owner, name)
             except AttributeError:
-                if watched:
-                    self._note(owner, name, None)
+                self._note(owner, name, None)
                 raise
-            if watched:
-                self._note(owner, name, value)
+            self._note(owner, name, value)
             return value
 
         def write(owner: Any, name: str, value: Any) -> None:
@@ -122,7 +122,7 @@ class AttributeReads:
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
         place = self._owners.get(id(owner))
-        if place is None:
+        if place is None or (value.__class__ in _NUMBERS and (*place, name) in self._read):
             return
         if isinstance(getattr(type(owner), name, None), cached_property):
             return

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
+from operator import attrgetter
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,9 +61,11 @@ _MEASURED = ("flops", "saved_bytes")
 
 
 @cache
-def _compared(kind: type[Op | Value]) -> tuple[str, ...]:
-    """The fields that have to be alike; the variable is cosmetic, and not always found."""
-    return tuple(each.name for each in fields(kind) if each.name != "variable")
+def _compared(kind: type[Op | Value]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """(names of the fields that have to be alike, a function that returns them); the variable is
+    cosmetic, and not always found."""
+    names = tuple(each.name for each in fields(kind) if each.name != "variable")
+    return names, attrgetter(*names)
 
 
 class DiffersBySize(TraceError):
@@ -149,14 +153,15 @@ class SizeMerge:
             raise
 
     def _fields(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
-        changes = {}
-        for name in _compared(parts[0].__class__):
-            first, *others = versions = [getattr(part, name) for part in parts]
-            if type(first) is str and versions.count(first) == len(parts):
+        changes: dict[str, Any] = {}
+        names, values = _compared(parts[0].__class__)
+        for name, versions in zip(names, zip(*map(values, parts), strict=True), strict=True):
+            first = versions[0]
+            if versions.count(first) == len(parts) and type(first) in (str, NoneType, bool):
                 continue
             if name in _MEASURED:
                 changes[name] = self._measured(versions)
-            elif any(version is not first for version in others):
+            elif any(version is not first for version in versions):
                 changes[name] = self.any(versions, f"{name} of {what}", where)
         return replace(parts[0], **changes) if changes else parts[0]
 
@@ -199,17 +204,20 @@ class SizeMerge:
         return error
 
 
-_FACTORS = (16, 4, 2)  # of the microbatch size, for the upper end: the largest that fits
-
-
 def few_sizes(microbatch_size: int) -> tuple[int, ...]:
-    """Three sizes for a model that takes long to record.
+    """The first size and an upper end of the range, whose lower end is to be like them.
 
-    One is a multiple of 2, 3, 4, 5 and 6, so that a forward which asks whether the number of
-    samples divides by one of them differs there; one is the end of the range, 16 times the first
-    plus one.
+    A single sample is itself the lower end, so that another size is needed: one is a multiple of
+    2, 3, 4, 5 and 6, the other of none of them.
     """
-    return microbatch_size, 60 if microbatch_size != 60 else 120, 16 * microbatch_size + 1
+    end = _upper_ends(microbatch_size)[0]
+    return (microbatch_size, end) if microbatch_size > 1 else (1, 60, end)
+
+
+def _upper_ends(microbatch_size: int) -> tuple[int, ...]:
+    """Upper ends of a range, the largest first; that of a few samples is 61 at least."""
+    ends = {factor * microbatch_size + 1 for factor in (2, 4, 16)}
+    return tuple(sorted(ends | ({61} if 1 < microbatch_size < 4 else set()), reverse=True))
 
 
 def size_range(
@@ -220,13 +228,12 @@ def size_range(
     Args:
         record: makes a further recording, at a size that has not been tried.
     """
-    smallest, below = 1, ""
-    if 1 not in sizes:
-        below = _misfit(record, recordings, sizes, 1)
-        smallest = min(sizes) if below else 1
-    above = ""
-    for factor in _FACTORS:
-        largest = factor * sizes[0] + 1
+    below, above = "", ""
+    for smallest in sorted({1, 2, min(sizes)}):
+        if smallest in sizes or not (reason := _misfit(record, recordings, sizes, smallest)):
+            break
+        below = reason
+    for largest in _upper_ends(sizes[0]):
         if largest <= max(sizes):
             break
         reason = _misfit(record, recordings, sizes, largest)

@@ -18,7 +18,7 @@ from pdcompile.ir.graph import CHECK, GraphInput, Op, OpGraph, Ref, walk, writte
 from pdcompile.ir.value_checks import is_pure, needed_ops
 from pdcompile.passes.trace.real_shapes import MAX_BYTES
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
-from pdcompile.releases.torch_internals import no_dispatch_modes
+from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
 
 MAX_WRITTEN = 2_048  # numbers of one input that a source file repeats
 MAX_SAMPLES = 64  # of the example, on each of which a value must be the same
@@ -170,7 +170,8 @@ def _needed(
     # The limit is far above masks of long inputs: a model is recorded with many more samples than
     # will run, and a value that is known with few of them has to be known with those too.
     made = [fakes.objects[op.name] for op in found if op.name in fakes.objects]
-    size = sum(fake.numel() * fake.element_size() for fake in made)
+    with NoTorchFunction():  # or the sizes would count as read by the model
+        size = sum(fake.numel() * fake.element_size() for fake in made)
     return found if size <= MAX_BYTES else None
 
 

@@ -54,15 +54,20 @@ class Sentinel:
         self._torch_seed = torch.default_generator.initial_seed()
         self._torch = torch.default_generator.get_state()
 
-    def check(self, where: str | None) -> None:
-        """Raises TraceError when Python's or numpy's generator was used, or torch's seeded."""
+    def used(self) -> str | None:
+        """The generator that was used, if Python's or numpy's was, or torch's seeded."""
         python, numpy = python_draws.states()
         if python != self._now[0]:
-            raise _outside("Python's random module", where)
+            return "Python's random module"
         if numpy != self._now[1]:
-            raise _outside("numpy.random", where)
-        if torch.default_generator.initial_seed() != self._torch_seed:
-            raise _outside("torch's default generator", where)
+            return "numpy.random"
+        seed = torch.default_generator.initial_seed()
+        return "torch's default generator" if seed != self._torch_seed else None
+
+    def check(self, where: str | None) -> None:
+        """Raises TraceError where one was used."""
+        if generator := self.used():
+            raise _outside(generator, where)
 
     def check_torch(self, where: str | None) -> None:
         """Raises TraceError for draws from torch's generator; outside of all modes only."""
@@ -91,9 +96,12 @@ class Generators(Interceptor):
     def around(self) -> Iterator[None]:
         """Guards the generators, and restores them at the end.
 
+        Their states take 0.1 ms to read: they are compared at the end, and after each op in a
+        further run where they differ, which names the line.
         Inside, torch.initial_seed is refused: the seed would become a constant of the graph.
         """
-        sentinel = self._sentinel = Sentinel()
+        sentinel, assumed = Sentinel(), self.tape.assumed
+        self._sentinel = sentinel if assumed.draws else None
         ops = self.tape.ops
         unseeded = Unseeded(lambda: sum(op.draw is not None for op in ops), self.tape.where)
         try:
@@ -105,6 +113,10 @@ class Generators(Interceptor):
                 yield
             sentinel.check("forward, after its last operator")
             sentinel.check_torch("forward")
+        except Exception:
+            if assumed.draws or not sentinel.used():
+                raise
+            raise Refuted(replace(assumed, draws=True)) from None
         finally:
             sentinel.restore()
 

@@ -204,6 +204,13 @@ def effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
     return torch.Tag.nondeterministic_seeded in func.tags, writes
 
 
+@functools.lru_cache(maxsize=4096)
+def _acts(func: Any) -> bool:
+    """True if an ATen op may draw, write or give a tensor another storage."""
+    moves = func._overloadpacket is torch.ops.aten.set_
+    return moves or func._schema.name in _NORMS or effects(func) != (False, ())
+
+
 # Half of all dispatched ops ask for a device, and of the rest these views take longest: fake
 # tensors cache the results of other ops by shape, but not theirs.
 _DEVICE = torch.ops.prim.device.default
@@ -235,10 +242,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _UNSAFE_VIEW:
             func = _VIEW
         kwargs = kwargs or {}
-        self.seeded = self.seeded or effects(func)[0]
-        self.moved = self.moved or func._overloadpacket is torch.ops.aten.set_
-        for tensor in written_by(func, args, kwargs):
-            self.written.add(storage_key(tensor))
+        if _acts(func):
+            self.seeded = self.seeded or effects(func)[0]
+            self.moved = self.moved or func._overloadpacket is torch.ops.aten.set_
+            self.written.update(map(storage_key, written_by(func, args, kwargs)))
         chosen = None if self.selections is None else self.selections.run(func, args, kwargs)
         return self._known.result(func, args, kwargs) if chosen is None else chosen
 

@@ -135,6 +135,8 @@ def written_tensors(fakes: FakeTensors, written: set[int], source: str) -> tuple
 
 def mutated(fakes: FakeTensors, written: set[int], arguments: Argument) -> tuple[str, ...]:
     """Values in written storages: those among the arguments, else the newest of each storage."""
+    if not written:
+        return ()
     names = dict.fromkeys(ref.name for ref in walk(arguments, Ref))
     found = [name for name in names if fakes.storage_of(name) in written]
     covered = {fakes.storage_of(name) for name in found}
