@@ -166,7 +166,8 @@ class PlanSearch:
         gain = EXACT if trials.found and trials.quick(trials.best) else GAIN
         while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
             moved, best = False, trials.best
-            for one in self._next_to(best):
+            own, decide = best.setting.num_microbatches, self.space.decides_recomputation
+            for one in neighbours(self._prepared(own), self.cluster, best, decide=decide):
                 left -= 1
                 if left < 0 or trials.over(1.0):
                     return
@@ -174,11 +175,6 @@ class PlanSearch:
                 if trials.best is not best:
                     moved = True
                     break
-
-    def _next_to(self, best: Candidate) -> Iterator[Candidate]:
-        prepared = self._prepared(best.setting.num_microbatches)
-        decide = self.space.decides_recomputation
-        yield from neighbours(prepared, self.cluster, best, decide=decide)
 
     def _unfinished(self, bound: float, branch: Branch | None, why: str) -> None:
         """Note that what was not tried may cost as little as its bound."""

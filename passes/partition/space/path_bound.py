@@ -77,12 +77,6 @@ class Path:
         found: Array = np.bincount(self.high, row, self.size + 2).cumsum()
         return found[: self.size + 1]
 
-    def across(self, row: Sequence[float] | Array) -> Array:
-        """The sum over groups that may be on either side of each boundary."""
-        begun, ended = self._upto(row)
-        found: Array = np.maximum(begun - ended, 0.0)
-        return found
-
     @cached_property
     def open_work(self) -> Array:
         """Work that may lie on a stage with the interval."""

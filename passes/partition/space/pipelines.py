@@ -107,10 +107,6 @@ class PreparedProblem:
             self._paths[most] = Path(self.whole, most)
         return self._paths[most]
 
-    @property
-    def model(self) -> Model:
-        return self.segments.model
-
     def last(self, model: Model) -> int | None:
         """The group of the items that are pinned to the last stage."""
         final = [item for item, s in self.problem.pins if s == len(self.problem.stages) - 1]
