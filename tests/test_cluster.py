@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcompile.cluster import Cluster, Device, Level, stage_limits
+from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ClusterError
+from pdcompile.problem.deployment import stage_limits
 
 TWO_HOSTS = """
 [[devices]]

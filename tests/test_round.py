@@ -75,11 +75,17 @@ def pipelines(draw: st.DrawFn) -> Plan:
 
 
 @settings(max_examples=30)
-@given(pipelines())
-def test_every_pipeline_is_proved_and_timed_as_by_the_simulator(plan: Plan) -> None:
+@given(pipelines(), st.data())
+def test_every_pipeline_is_proved_and_timed_as_by_the_simulator(
+    plan: Plan, data: st.DataObject
+) -> None:
     check(plan)
-    cluster = Cluster((Device(),) * plan.num_ranks, (Level("slow", plan.num_ranks, 4.0, 0.1),))
-    stages = tuple(replace(one, trainable_bytes=5 + one.index) for one in plan.stages)
+    kind, again = data.draw(st.sampled_from(["cpu", "cuda"])), data.draw(st.booleans())
+    rates = range(3, 3 + plan.num_ranks)  # of weights that move to a GPU
+    own = tuple(Device(kind, host_bytes_per_second=rate) for rate in rates)
+    cluster = Cluster(own, (Level("slow", plan.num_ranks, 4.0, 0.1),))
+    sizes = {"parameter_bytes": 9, "recompute": again}
+    stages = tuple(replace(one, trainable_bytes=5 + one.index, **sizes) for one in plan.stages)
     plan = replace(plan, stages=stages, cluster=cluster.to_toml())
     returning = [edge.value for edge in plan.edges if edge.gradient]
     training = plan.training

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdcompile.cluster import Cluster, Level, Link, message_seconds, ring_seconds, slowest
+from pdcompile.cluster import GLOO, Cluster, Level, Link, message_seconds, ring_seconds, slowest
 from pdcompile.plan.makespan import EventWalk, Path
 from pdcompile.plan.wires import DIRECTIONS, Direction, StagePair, Wire, by_distance
+from pdcompile.schedule.fetches import Fetches, fetched_by, fetches
 from pdcompile.schedule.registry import DEFAULT, kind_of
 from pdcompile.schedule.turns import Pattern, horizon, in_turn, share_of
 
@@ -78,6 +79,8 @@ class PipelineTimes:
         patterns: the turns in which the ranks of each stage take microbatches; empty: each in turn.
         paces: seconds of each rank of a stage, by those of the slowest; empty: they are all alike.
         once: whether nothing is sent for weights to come back from their homes.
+        fetches: seconds in which ranks get weights before they run a stage, by action, stage and
+            rank; empty: they have them.
     """
 
     forward: Sequence[float]
@@ -94,6 +97,7 @@ class PipelineTimes:
     patterns: Sequence[Pattern] = ()
     paces: Sequence[Sequence[float]] = ()
     once: bool = False
+    fetches: Fetches = field(default_factory=dict)
 
     @staticmethod
     def of_hops(
@@ -162,9 +166,10 @@ class PipelineTimes:
         """Seconds per microbatch that the busiest rank of a stage computes."""
         turns, restarts = self._turns(s), not kind_of(self.schedule).updates_each
         count = num_microbatches if self.patterns and restarts else len(turns)
-        paces = enumerate(self._paces(s))
-        busiest = max(pace * len(share_of(turns, q, count)) for q, pace in paces)
-        return (self.forward[s] + self.backward[s]) * busiest / count
+        seconds = self.forward[s] + self.backward[s]
+        brought = fetched_by(self.fetches, s, self.ranks[s])
+        each = [seconds * pace + own for pace, own in zip(self._paces(s), brought, strict=True)]
+        return max(one * len(share_of(turns, q, count)) for q, one in enumerate(each)) / count
 
     def loads(self, num_microbatches: int) -> list[float]:
         """Seconds per microbatch of each stage: its compute, or its busiest rank's links."""
@@ -183,10 +188,11 @@ class PipelineTimes:
         something is always done."""
         sent, _ = self.traffic(num_microbatches)
         group = kind_of(self.schedule).group
-        stages = enumerate(self.ranks)
+        stages = [*enumerate(self.ranks)]
         once = [self.reduction(s) / group(len(ranks)) for s, ranks in stages]
         once += [message_seconds(self._among(), 0.0)] if self.clips else []
-        each = (*self.forward, *self.backward, *sent.values())
+        brought = [max(fetched_by(self.fetches, s, ranks)) for s, ranks in stages]
+        each = (*self.forward, *self.backward, *sent.values(), *brought)
         return math.fsum(each) + math.fsum(once) / num_microbatches
 
     def period(self, in_flight: Sequence[int], num_microbatches: int) -> float:
@@ -243,6 +249,7 @@ class PipelineTimes:
             self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule,
             self.again, shares,
         )  # fmt: skip
+        walk.fetches = self.fetches
         for kind in DIRECTIONS[:2]:
             sent, of_hop = (
                 self._sent(kind),
@@ -285,7 +292,7 @@ class PipelineTimes:
     def reduction(self, s: int) -> float:
         """Ring all-reduce of gradients over the slowest level of a stage; half if none returns."""
         first, *others = self.ranks[s] if kind_of(self.schedule).trains else self.ranks[s][:1]
-        link = slowest(self.link(first, other) for other in others)
+        link = slowest(self.link(first, other) for other in others) if not self.fetches else GLOO
         return ring_seconds(link, self.reduced[s], 1 + len(others)) / (1 + self.once)
 
     def _among(self) -> Link:
@@ -335,6 +342,7 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         plan.spec.patterns,
         [stage.paces or (1.0,) * stage.replicas for stage in plan.stages],
         plan.spec.once,
+        fetches(plan),
     )
 
 
