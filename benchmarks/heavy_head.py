@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # also as `python benchmarks
 
 from benchmarks.parts_forecast import launched, measure
 from examples.gpt import GPT
+from pdcompile.passes.schedules.alone import chain
+from pdcompile.passes.simulate import simulate
 
 CASES: list[dict[str, Any]] = [{"schedule": name} for name in ("gpipe", "1f1b", "zb-h1")]
 CASES += [{"schedule": "round", "stages": stages} for stages in (4, 5)]
@@ -34,8 +37,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3, help="ranks that wait (default 3)")
     parser.add_argument("--rate", type=float, default=1e7, help="FLOP/s of a device (default 1e7)")
     parser.add_argument("--only", default="", help="cases whose text has this")
+    parser.add_argument("--cuts", action="store_true", help="by the clock alone, of any stages")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.cuts:
+        cuts(options.ranks)
+        return
     if options.rank is not None:
         case = {"microbatches": 12, **json.loads(options.rank[0])}
         measure(case, options.rank[1], options.rate, lambda: GPT(2, 16, 2, 16), length=16)
@@ -53,6 +60,20 @@ def main() -> None:
             line = next(line for line in text.splitlines() if line.startswith("STEP"))
             *seconds, idle = map(float, line.split()[1:])
             print(f"| {named} | {100 * idle:.1f} % | {seconds[0]:.3f} s | {seconds[1]:.3f} s |")
+
+
+def cuts(ranks: int) -> None:
+    """Idle time by the number of stages with equal cuts of both passes, half of the work being in
+    the last one: that is the most that cuts of the backward of its own could gain."""
+    print("| stages | microbatches | idle, and so at most gained |\n|---:|---:|---:|")
+    for stages in range(2, 8):
+        for count in (4 * ranks, 4 * ranks + 1):
+            plan = chain("round", stages, count, ranks)
+            own = [1.0] * (stages - 1) + [stages - 1.0]
+            timed = zip(plan.stages, own, strict=True)
+            made = (replace(s, forward_seconds=x, backward_seconds=2 * x) for s, x in timed)
+            found = simulate(replace(plan, stages=tuple(made)), timeline=False).forecast
+            print(f"| {stages} | {count} | {100 * found.bubble:.1f} % |")
 
 
 if __name__ == "__main__":

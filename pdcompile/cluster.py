@@ -7,6 +7,7 @@ Read from ``cluster.toml``::
     kind = "cuda"
     memory = "80 GB"         # left out: no limit
     speed = 1.0              # relative to the device that the costs were measured on
+    host_bandwidth = "25 GB/s"  # of copies to and from its host; left out: what its kind has
 
     [[levels]]               # innermost first; sizes multiply to the number of devices
     name = "nvlink"
@@ -24,12 +25,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from pdcompile.errors import ClusterError, ConfigError, errors_as
 from pdcompile.files import read_limited
-from pdcompile.hardware.data_sheets import SHEETS, meant_by
+from pdcompile.hardware.data_sheets import SHEETS, host_bytes_per_second, misspelt
 from pdcompile.jsonio import decode, loads, toml_tree
 from pdcompile.problem import StageLimits
 from pdcompile.units import (
@@ -62,7 +63,8 @@ AUTO_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One worker. `speed` is relative to the reference device; `memory_bytes` None: no limit.
+    """One worker. `speed` is relative to the reference device; `memory_bytes` None: no limit;
+    `host_bytes_per_second`: of copies to and from its host; None: what its kind has.
 
     A kind with a data sheet, "cuda" (any GPU), or any other name, of a GPU of which nothing is
     known.  Raises ClusterError: another spelling of one that is known, or no name at all.
@@ -71,12 +73,14 @@ class Device:
     kind: str = HOST_KIND
     memory_bytes: int | None = None
     speed: float = 1.0
+    host_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        for message, remedy in _misspelt(self.kind):
+        for message, remedy in misspelt(self.kind, HOST_KIND, GPU_KIND):
             raise ClusterError(message, remedy=remedy)
         # 8e9 bytes and a speed of 2 are what a file would say: plans compare the texts
-        for name, exact in (("memory_bytes", int), ("speed", float)):
+        rate = "host_bytes_per_second"
+        for name, exact in (("memory_bytes", int), ("speed", float), (rate, float)):
             if isinstance(given := getattr(self, name), int | float) and math.isfinite(given):
                 object.__setattr__(self, name, exact(given))
 
@@ -84,6 +88,11 @@ class Device:
     def on_host(self) -> bool:
         """True if it computes in the memory of its host, and is no GPU."""
         return self.kind == HOST_KIND
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes a second of copies between its memory and its host's."""
+        return self.host_bytes_per_second or host_bytes_per_second(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,7 @@ class Level:
     full_duplex: bool = True
 
 
+GLOO = Level("gloo", 1, GLOO_BYTES_PER_SECOND, GLOO_SECONDS)  # between processes of one host
 #: a link that messages travel on; of `StageLimits` that to the next stage
 Link: TypeAlias = Level | StageLimits
 Amount = TypeVar("Amount", bound=Any)  # a number, or an array of them
@@ -262,6 +272,8 @@ class Cluster:
             if device.memory_bytes is not None:
                 lines.append(f'memory = "{exact_bytes(device.memory_bytes)}"')
             lines.append(f"speed = {device.speed!r}")
+            if device.host_bytes_per_second is not None:
+                lines.append(f'host_bandwidth = "{exact_rate(device.host_bytes_per_second)}"')
         tables = [("[[levels]]", level) for level in self.levels]
         for table, level in tables + [("[parts]", one) for one in (self.parts,) if one]:
             lines += ["", table, f"name = {_quote(level.name)}", f"size = {level.size}"]
@@ -334,6 +346,11 @@ class Cluster:
         """True if all devices compute in the memory of their hosts."""
         return all(device.on_host for device in self.devices)
 
+    @property
+    def apart(self) -> bool:
+        """True if none of them does."""
+        return not any(device.on_host for device in self.devices)
+
     def level_between(self, a: int, b: int) -> Level:
         """The level that joins devices a and b: the innermost one whose block holds both.
 
@@ -361,49 +378,13 @@ def counts_of(text: str) -> tuple[int, int]:
     return (hosts, devices) if hosts * devices <= MAX_DEVICES else (0, 0)
 
 
-def stage_limits(cluster: Cluster, ranks: Sequence[int]) -> tuple[StageLimits, ...]:
-    """Limits of each pipeline position when stage s runs on device `ranks`[s].
-
-    The last position has no next: it repeats the link before it.
-    """
-    links = [cluster.level_between(a, b) for a, b in pairwise(ranks)]
-    links = links + links[-1:] or [cluster.levels[0]]
-    limits = []
-    for s, (rank, link) in enumerate(zip(ranks, links, strict=True)):
-        device = cluster.devices[rank]
-        limits.append(
-            StageLimits(
-                speed=device.speed,
-                memory_bytes=device.memory_bytes,
-                bytes_per_second=link.bytes_per_second,
-                full_duplex=link.full_duplex and links[max(s - 1, 0)].full_duplex,
-                latency_seconds=link.latency_seconds,
-            )
-        )
-    return tuple(limits)
-
-
-def _misspelt(kind: str) -> Iterator[tuple[str, str]]:
-    """Message and remedy for another spelling of a kind that is known, and for an empty one."""
-    if kind in KNOWN_KINDS:
-        return
-    known = f"known are {', '.join(KNOWN_KINDS)}"
-    if not kind.strip():
-        message = f"the device kind is {kind!r}, which names none"
-        yield message, f"leave it out for {HOST_KIND!r}; {known}"
-    of_torch = {"gpu": GPU_KIND, **{name: name for name in KNOWN_KINDS}}
-    named = of_torch.get(kind.strip().lower().partition(":")[0])
-    if meant := (named,) if named else meant_by(kind):
-        names = " or ".join(map(repr, meant))
-        yield f"there is no device kind {kind!r}", f"did you mean {names}? {known}"
-
-
 @dataclass(frozen=True, slots=True)
 class _DeviceRow:
     count: int = 1
     kind: str = HOST_KIND
     memory: Any = None
     speed: float = 1.0
+    host_bandwidth: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +434,8 @@ def _wrong_rows(file: _File) -> Iterator[tuple[str, str, str]]:
         if not (math.isfinite(device.speed) and device.speed > 0):
             remedy = "1.0 is as fast as where the costs were measured, 2.0 twice as fast"
             yield f"devices[{i}].speed", f"speed is {device.speed!r}, not above 0", remedy
-        yield from ((f"devices[{i}].kind", *found) for found in _misspelt(device.kind))
+        wrong = misspelt(device.kind, HOST_KIND, GPU_KIND)
+        yield from ((f"devices[{i}].kind", *found) for found in wrong)
     rows = [*((f"levels[{i}]", row) for i, row in enumerate(file.levels)), ("parts", file.parts)]
     for place, row in rows:
         if row is not None and not 1 <= row.size <= MAX_DEVICES:
@@ -478,19 +460,26 @@ def _device(row: _DeviceRow, where: str) -> Device:
     memory = row.memory
     if memory is not None:
         memory = parse_bytes(memory, what="memory", where=f"{where}.memory")
-    return Device(row.kind, memory, row.speed)
+    rate = row.host_bandwidth
+    rate = None if rate is None else _rate(rate, "host_bandwidth", where)
+    return Device(row.kind, memory, row.speed, rate)
+
+
+def _rate(given: Any, name: str, where: str) -> float:
+    rate = parse_rate(given, what=name, where=f"{where}.{name}")
+    if rate <= 0:
+        raise ClusterError(
+            f"{name} is 0",
+            where=f"{where}.{name}",
+            remedy='give what a device can send per second, such as "12.5 GB/s"',
+        )
+    return rate
 
 
 def _level(row: _LevelRow, where: str) -> Level:
     rate = row.bandwidth
     if rate is not math.inf:
-        rate = parse_rate(rate, what="bandwidth", where=f"{where}.bandwidth")
-    if rate <= 0:
-        raise ClusterError(
-            "bandwidth is 0",
-            where=f"{where}.bandwidth",
-            remedy='give what a device can send per second, such as "12.5 GB/s"',
-        )
+        rate = _rate(rate, "bandwidth", where)
     seconds = parse_seconds(row.latency, what="latency", where=f"{where}.latency")
     return Level(row.name, row.size, rate, seconds, row.duplex == "full")
 

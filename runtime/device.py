@@ -182,11 +182,11 @@ class RankDevice:
 
         `pinned`: it is in memory of `pinned`, which nobody writes any more.
         """
-        return tensor
+        return devices.to_host(tensor)
 
     def fetch(self, tensor: Tensor) -> Fetched:
         """The tensor in host memory, as soon as it has been computed."""
-        return Fetched(tensor)
+        return Fetched(devices.to_host(tensor))
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Memory of the host from which `place` copies while the host goes on."""

@@ -20,7 +20,7 @@ from pdcompile.parts.conversions import using
 from pdcompile.parts.hooks import refuse_hooks
 from pdcompile.passes.check.programs import Programs, buffers, gradients, norms, refresh
 from pdcompile.plan import Edge, Plan
-from pdcompile.runtime.device import device_of
+from pdcompile.runtime.device import RankDevice, device_of
 from pdcompile.runtime.failure.guarded import Agreement, Guarded
 from pdcompile.runtime.failure.instruction_log import Outside
 from pdcompile.runtime.failure.nonfinite import NonFiniteCheck
@@ -65,8 +65,8 @@ class Session(Guarded):
         self.read_of_arguments: dict[tuple[str, ...], Tensor] = {}  # by leaf and names in it
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
-        self.state.place(self.device)
-        self.once = {} if world is None else shared_weights(self.state, world, self.spec)
+        self.once = shared_weights(self.state, world, self.spec, self.device)
+        self.state.place(self.device, at_rest=self.once)
         self._stale_copies = bool(plan.tied and options.held)  # who trained them is another one
         self._newest: list[int] = []  # version of each stage's weights after the last call
         self.in_flight = False  # microbatches wait for a later call
@@ -413,11 +413,14 @@ class Workers:
         if stage >= 0:
             ranks, name = self._spec.ranks[stage], f"{name}/{stage}"
         world, device = self._session.world, self._session.device
+        if self._spec.fetched:  # gradients are where weights rest
+            device = RankDevice()
         if world is None:
             return LocalSums(self._boards[stage], len(ranks), ranks.index(rank), device)
         processes = world.alike(ranks) if stage >= 0 else tuple(range(world.size))
         group, index = world.subgroup(name, processes, device), processes.index(world.process)
-        return GroupSums(group, processes, index, device, direct=world.path.direct)
+        direct = world.path.direct and device.queued
+        return GroupSums(group, processes, index, device, direct=direct)
 
     def _worker(
         self, stage: int, rank: int, norms: Norms, transport: GroupTransport | None

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdcompile.cluster import Cluster, Device, Level, stage_limits
+from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
@@ -27,6 +27,7 @@ from pdcompile.plan.embedded import assignment, problem_of
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
+from pdcompile.problem.deployment import stage_limits
 from pdcompile.schedule.registry import kind_of
 from tests.helpers.derived_plan import check_derived
 from tests.helpers.graphs import chain, residual

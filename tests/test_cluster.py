@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcompile.cluster import Cluster, Device, Level, stage_limits
+from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ClusterError
+from pdcompile.problem.deployment import stage_limits
 
 TWO_HOSTS = """
 [[devices]]
@@ -199,3 +200,14 @@ def test_stage_limits() -> None:
 def test_a_kind_with_spaces_is_not_another_one(kind: str) -> None:
     with pytest.raises(ClusterError, match="did you mean"):
         Device(kind)
+
+
+def test_the_link_of_a_device_to_its_host() -> None:
+    text = '[[devices]]\nkind = "a100-80"\nhost_bandwidth = "5 GB/s"\n'
+    cluster = Cluster.from_toml(text)
+    assert cluster.devices[0].host_rate == 5e9
+    assert Cluster.from_toml(cluster.to_toml()) == cluster
+    assert [Device(kind).host_rate for kind in ("a100-80", "h100", "cuda")] == [25e9, 50e9, 12e9]
+    for wrong, said in (("0 GB/s", "host_bandwidth is 0"), ("fast", "host_bandwidth")):
+        with pytest.raises(ClusterError, match=said):
+            Cluster.from_toml(text.replace("5 GB/s", wrong))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdcompile.cluster import Cluster, Device, Level, stage_limits
+from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import bounding_cost
@@ -21,6 +21,7 @@ from pdcompile.plan.evaluate import Evaluation, path_of
 from pdcompile.plan.makespan import Path, order_of, warmup_of
 from pdcompile.plan.times import PipelineTimes
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
+from pdcompile.problem.deployment import stage_limits
 from pdcompile.schedule.registry import DEFAULT
 from tests.helpers.problems import brute_force, evaluate, random_problem
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdcompile.cluster import Cluster, Device, Level, stage_limits
+from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
@@ -15,6 +15,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
+from pdcompile.problem.deployment import stage_limits
 from tests.helpers.derived_plan import check_derived
 from tests.helpers.graphs import chain, random_graphs, residual
 from tests.helpers.planned import assembled

@@ -75,12 +75,21 @@ def pipelines(draw: st.DrawFn) -> Plan:
 
 
 @settings(max_examples=30)
-@given(pipelines())
-def test_every_pipeline_is_proved_and_timed_as_by_the_simulator(plan: Plan) -> None:
+@given(pipelines(), st.data())
+def test_every_pipeline_is_proved_and_timed_as_by_the_simulator(
+    plan: Plan, data: st.DataObject
+) -> None:
     check(plan)
-    cluster = Cluster((Device(),) * plan.num_ranks, (Level("slow", plan.num_ranks, 4.0, 0.1),))
-    stages = tuple(replace(one, trainable_bytes=5 + one.index) for one in plan.stages)
+    moves, rates = data.draw(st.booleans()), range(3, 3 + plan.num_ranks)
+    kind = "cuda" if moves else "cpu"
+    own = tuple(Device(kind, host_bytes_per_second=rate) for rate in rates)
+    cluster = Cluster(own, (Level("slow", plan.num_ranks, 4.0, 0.1),))
+    sizes = {"parameter_bytes": 9, "recompute": moves}
+    stages = tuple(replace(one, trainable_bytes=5 + one.index, **sizes) for one in plan.stages)
+    if moves:
+        plan = replace(plan, training=replace(plan.training, updates="home"))
     plan = replace(plan, stages=stages, cluster=cluster.to_toml())
+    assert plan.fetched == (moves and plan.stages[0].replicas > 1)
     returning = [edge.value for edge in plan.edges if edge.gradient]
     training = plan.training
     found = times_of(plan, cluster, returning).makespan(training.warmup, training.num_microbatches)
@@ -89,6 +98,28 @@ def test_every_pipeline_is_proved_and_timed_as_by_the_simulator(plan: Plan) -> N
         assert seconds <= found * (1 + 1e-9)
     else:
         assert same_clock(found, plan, seconds)
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 5), st.integers(2, 3), st.lists(st.integers(1, 9), min_size=6, max_size=6))
+def test_weights_move_over_the_link_of_each_rank(s: int, ranks: int, rates: list[int]) -> None:
+    """Faster links never make a step slower, and without any time for it nothing is added."""
+    found = []
+    for links in (rates[:ranks], [2 * one for one in rates[:ranks]], [1e30] * ranks, None):
+        kinds = [Device("cuda", host_bytes_per_second=one) for one in links or ()]
+        cluster = Cluster(tuple(kinds) or (Device("cuda"),) * ranks, (Level("free", ranks, 1e30),))
+        plan = chain("round", s, 2 * ranks, ranks)
+        stages = (replace(one, parameter_bytes=9, recompute=True) for one in plan.stages)
+        training = replace(plan.training, updates="home" if links else "every")
+        plan = replace(plan, training=training, stages=tuple(stages), cluster=cluster.to_toml())
+        assert plan.fetched == (links is not None and plan.stages[0].replicas > 1)
+        times = times_of(plan, cluster, [edge.value for edge in plan.edges])
+        found.append(simulate(plan, timeline=False).forecast.step_seconds)
+        again = times.makespan(training.warmup, training.num_microbatches)
+        assert again == pytest.approx(found[-1], abs=1e-2)  # gloo has a latency
+    if plan.stages[0].replicas > 1:
+        assert found[0] > found[1] > found[2]
+    assert found[2] == pytest.approx(found[3], abs=1e-2)
 
 
 @pytest.mark.sample(3)

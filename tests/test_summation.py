@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.cluster import Cluster
 from pdcompile.eager.summation import disordered, summation_order
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph
@@ -17,6 +17,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Training
+from pdcompile.problem.deployment import stage_limits
 from tests.helpers.captures import captured, make, rows
 from tests.helpers.costed import profile
 from tests.helpers.planned import assembled

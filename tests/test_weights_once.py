@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.helpers.alike import COMMON
+from pdcompile import Pipeline
+from pdcompile.cluster import Cluster
+from tests.helpers.alike import COMMON, compiled
 from tests.helpers.launch import processes
+from tests.helpers.models import batch_for, gpt, mlp, unet
+from tests.helpers.simulated_gpu import SimulatedGpu
+from tests.test_device import IN_THE_END, SIMULATED
 
 PIPES = (
     COMMON
@@ -128,3 +137,68 @@ def test_a_checkpoint_goes_on(tmp_path: Path, schedule: str) -> None:
     run = processes(script, 2, tmp_path, schedule)
     assert run.code == 0, run
     assert run.output.count("goes on") == 2, run
+
+
+@pytest.mark.parametrize(
+    ("build", "ranks", "options"),
+    [
+        (mlp, 2, {"schedule": "round"}),
+        pytest.param(unet, 3, {"schedule": "round-2bw"}, marks=pytest.mark.slow),
+        pytest.param(
+            partial(gpt, layers=3, tied=True, dropout=0.1), 2, {"schedule": "round"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            partial(gpt, layers=3, tied=True), 2, {"schedule": "round-2bw"}, marks=pytest.mark.slow
+        ),
+    ],
+)  # fmt: skip
+def test_weights_rest_on_the_host_of_gpus(build: Any, ranks: int, options: Any) -> None:
+    """Each run of a stage copies what it has and no more; the bits are the CPU's."""
+    cluster = Cluster.local(ranks)
+    given = {"stages": 5, "microbatches": 4, "recompute": True, "updates": "home", **options}
+    given["optimizer"] = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def trained() -> tuple[Pipeline, list[Tensor]]:
+        pipe, model = compiled(build, cluster=cluster, **given).prepare(), build()
+        losses = []
+        for t, size in enumerate((8, 3, 8)):
+            x, y = batch_for(model, size, t)
+            losses += [float(pipe.step(x, target=y).loss), float(pipe.eval_step(x, target=y).loss)]
+        state = [one.clone() for one in pipe.full_state_dict().values()]
+        return pipe, [torch.tensor(losses), *state]
+
+    _, expected = trained()
+    with SimulatedGpu() as gpu:
+        pipe, found = trained()
+        resting = {gpu.memory(one).kind for one in pipe.parameters()}
+        assert pipe.plan.fetched
+    atol = 2e-5 * bool(pipe.plan.tied)  # sums go by cuts, which are others
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
+    assert (resting, gpu.violations) == ({"pinned"}, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["nccl", "tags"])
+@pytest.mark.parametrize("schedule", ["round", "round-2bw"])
+def test_ranks_have_weights_from_one_memory(tmp_path: Path, schedule: str, transport: str) -> None:
+    script = (
+        SIMULATED.format(transport=transport)
+        + PIPES
+        + dedent("""
+    for options in ({}, {"max_grad_norm": 0.5}):
+        model = models.unet()
+        pipe, twin = pipeline(model, partial(torch.optim.AdamW, lr=0.01), recompute=True, **options)
+        pipe.load_state_dict({f: one * 0.5 for f, one in twin.full_state_dict().items()})
+        twin.load_state_dict({f: one * 0.5 for f, one in twin.full_state_dict().items()})
+        weight = trained(model, pipe, twin) if not options else next(pipe.parameters())
+        assert gpu.memory(weight).kind == "pinned" and pipe.plan.fetched
+        x, y = models.batch_for(model, 8)
+        pipe.step(x, target=y)
+        pipe.close()
+    """)
+        + IN_THE_END
+    )
+    run = processes(script, 2, tmp_path, schedule)
+    assert run.code == 0, run
+    assert run.output.count("in order, copied") == 2, run

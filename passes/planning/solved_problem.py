@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Plan, Training
@@ -18,6 +18,7 @@ from pdcompile.plan.embedded import assignment, on_stages, plain, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
 from pdcompile.problem import Item, MemoryRule, PartitionProblem, Traffic
+from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 
 MOST_EXTRA = 4

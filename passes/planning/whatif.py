@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import broken
@@ -28,6 +28,7 @@ from pdcompile.plan.embedded import assignment, on_stages, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem, Wish
 from pdcompile.problem.constraints import KINDS, Constraint, Forbid, Pin, Split, option, read
+from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.scenario import Scenario, changed_cluster
 from pdcompile.schedule.registry import kind_of
 

@@ -6,6 +6,9 @@ The timing model, all of it:
   own, each rank's own; a stage that recomputes adds its forward to its backward, after the gradient
   has come; the two parts of a split backward take half of it each), STEP what is given (0).  After
   a program the rank goes on with the next one at once.
+- Where ranks get weights from their host to run a stage, FORWARD and BACKWARD take the time of that
+  too, by the rank's own link, and BACKWARD that of its gradients' way there, one after the other;
+  gradients are summed over gloo, and STEP moves its bytes at the rate of the slowest such link.
 - A transfer is ready when its SEND and its POST_RECV have both been executed (rendezvous).
   It takes latency + bytes / bandwidth of the level between the two ranks and runs beside
   compute.  A link (an ordered pair of ranks; the unordered pair where the level is half duplex)
@@ -25,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from pdcompile.cluster import Link, message_seconds, slowest
+from pdcompile.cluster import GLOO, Link, message_seconds, slowest
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.program_walk import (
     Operation,
@@ -36,6 +39,7 @@ from pdcompile.passes.schedules.program_walk import (
 )
 from pdcompile.plan import Plan
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
+from pdcompile.schedule.fetches import fetches
 from pdcompile.schedule.instruction import ENDS, REPLICATED
 
 Links = Callable[[int, int], Link]
@@ -66,11 +70,16 @@ class TimelineEvent:
 def compute_seconds(plan: Plan) -> dict[tuple[Action, int], float]:
     """Seconds of each action on each stage."""
     found, kind = {}, plan.training.kind
+    devices, stream = plan.machines.devices if plan.fetched else (), kind.stream
     for s, stage in enumerate(plan.stages):
         again = stage.deployment.again(stage.forward_seconds)
         found[Action.FORWARD, s] = stage.forward_seconds
         found[Action.BACKWARD, s] = stage.backward_pass_seconds
         found[Action.STEP, s] = stage.update_seconds
+        if devices:  # on the host
+            owned = max(stage.home_bytes, default=stage.trainable_bytes)
+            rate = min(one.host_rate for one in devices)
+            found[Action.STEP, s] = plan.training.update_seconds(owned, versions=stream, rate=rate)
         first, later = kind.halves(stage.backward_pass_seconds, again)
         found[Action.BACKWARD_INPUT, s], found[Action.BACKWARD_WEIGHT, s] = first, later
     return found
@@ -95,7 +104,7 @@ class Clock(Visitor):
         self.keeps_events = timeline
         self.links = links
         self.spec = plan.spec
-        self.seconds = compute_seconds(plan)
+        self.seconds, self.fetches = compute_seconds(plan), fetches(plan)
         self.events: list[TimelineEvent] = []
         num_ranks = self.spec.num_ranks
         self.causes: list[TimelineEvent | None] = [None] * num_ranks  # whose end each rank goes by
@@ -128,6 +137,7 @@ class Clock(Visitor):
         seconds = 0.0
         if one.action.phase is Phase.COMPUTE:
             seconds = self.seconds[one.action, one.stage] * self._pace(step)
+            seconds += self.fetches.get((one.action, one.stage, rank), 0.0)
             if self.keeps_events:
                 event = TimelineEvent(
                     rank, one.stage, one.action, *step.label,
@@ -196,6 +206,7 @@ class Clock(Visitor):
         """All members have posted: from now on they sum in a ring, or exchange one message."""
         one, now, members = step.one, self.walk.now, operation.members
         link = slowest(self.links(members[0], other) for other in members[1:])
+        link = GLOO if self.spec.fetched and one.action.kind in REPLICATED else link
         if one.action.kind in REPLICATED:
             stage = self.plan.stages[one.stage]
             seconds = stage.deployment.sum_seconds(link, stage.trainable_bytes)

@@ -24,7 +24,8 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     """One ledger a rank, for these successive programs: what its stages hold at their peak.
 
     Weights: trainable ones times live versions, others once; of a stage whose replicas read one
-    memory each has its share.  Optimizer: the factor times what
+    memory each has its share; where that is no memory of theirs, those of the stage that runs, and
+    its gradients in a backward.  Optimizer: the factor times what
     this stage updates itself (not the copies of a tied parameter that another stage owns).
     Gradients: buffers of all trainable parameters, from a minibatch's first backward, which makes
     them one by one, to its update; those of copies until they are passed on.
@@ -149,6 +150,9 @@ class _StageLedger:
         if stage.home_bytes:
             updated = stage.home_bytes[self.replica]
         self.state = math.floor(training.optimizer_factor * updated)
+        self.brought = 0  # bytes of weights while the stage runs, where they rest on the host
+        if self.spec.fetched:
+            self.weights, self.brought, self.state = 0, stage.parameter_bytes, 0
         self.outputs[-1] = self.share(-1)  # there was a call before the first of these
         self.outgoing = [e for e, one in enumerate(self.plan.edges) if one.source == self.index]
         self._note()
@@ -175,7 +179,7 @@ class _StageLedger:
         elif action in BACKWARDS:
             self._backward(action, at)
         elif action is Action.STEP:
-            self._note(temporaries=self.stage.step_bytes)
+            self._note(temporaries=0 if self.spec.fetched else self.stage.step_bytes)
             self.buffers.discard(self.spec.closing(self.index, at[0]))
             self.copied.pop(self.spec.closing(self.index, at[0]), None)
         elif action is Action.FREE:
@@ -184,7 +188,7 @@ class _StageLedger:
         elif action is Action.POST_REDUCE:  # a bucket at a time, where gradients were
             self.buffers.add(self.spec.closing(self.index, at[0]))  # sums, of idle replicas too
             largest = max(BUCKET_BYTES, self.stage.largest_gradient_bytes)
-            self._note(workspace=min(self.owned, largest))
+            self._note(workspace=0 if self.spec.fetched else min(self.owned, largest))
         elif action.kind is Kind.GATHER and not self.spec.once:  # packed, from the update on
             self.received += self.owned if action is Action.POST_GATHER else -self.owned
         elif action.phase in _TRANSFER:
@@ -218,7 +222,7 @@ class _StageLedger:
         if not whole and self.stage.split_bytes:
             first, later = self.stage.split_first_workspace_bytes, self.stage.split_workspace_bytes
             workspace = later if second else first or workspace
-        self._note(workspace=workspace, to_come=to_come, running=not second)
+        self._note(workspace=workspace, to_come=to_come, running=not second, backward=True)
         if action is Action.BACKWARD_INPUT:
             self._leave(at, self.stage.split_freed_bytes)
         if action in TO_INPUTS:
@@ -307,27 +311,31 @@ class _StageLedger:
         self.copied[update] -= min(self.copied[update], self.plan.tied[edge].bytes)
 
     def _note(
-        self, *, workspace: int = 0, to_come: int = 0, temporaries: int = 0, running: bool = False
-    ) -> None:
+        self, *, workspace: int = 0, to_come: int = 0, temporaries: int = 0, running: bool = False,
+        backward: bool = False,
+    ) -> None:  # fmt: skip
         """Note what is held now, by all stages of the rank."""
-        parts = self._parts(workspace, to_come, temporaries, running=running)
+        parts = self._parts(workspace, to_come, temporaries, running=running, backward=backward)
         if len(self.held) > 1:
             others = [one._parts() for one in self.held.values() if one is not self]
             parts = tuple(map(sum, zip(parts, *others, strict=True)))
         self.notes.append(parts)
 
     def _parts(
-        self, workspace: int = 0, to_come: int = 0, temporaries: int = 0, *, running: bool = False
-    ) -> _Parts:
+        self, workspace: int = 0, to_come: int = 0, temporaries: int = 0, *, running: bool = False,
+        backward: bool = False,
+    ) -> _Parts:  # fmt: skip
         """The lines of a ledger, of this stage alone; `running`: it has a graph of autograd."""
         sets = int(running) if self.stage.recompute else self.in_flight - self.split
         gradients = len(self.buffers) * self.owned + self.copied.total() - to_come
+        if self.brought:  # they go to the host as soon as they are whole
+            gradients = (backward and self.stage.trainable_bytes) - to_come
         between = self.split * (self.stage.split_bytes or self.stage.saved_bytes)
         kept = sets * self.stage.saved_bytes + between - len(self.out) * self.stage.loose_bytes
         # What is in flight has its outputs among its activations; a second run makes its own.
         apart = self.outputs.total() - (0 if self.stage.recompute else sets)
         made = max(0, apart) * self.stage.output_bytes
         return (
-            self.weights, gradients, self.state, kept, self.received, self.sending, workspace,
-            temporaries, len(self.inputs) * self.stage.input_bytes, made,
+            self.weights + running * self.brought, gradients, self.state, kept, self.received,
+            self.sending, workspace, temporaries, len(self.inputs) * self.stage.input_bytes, made,
         )  # fmt: skip

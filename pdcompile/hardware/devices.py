@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -138,6 +139,13 @@ CYCLES_PER_SECOND = 2e9  # of the fastest GPUs; a slower one is occupied for lon
 def occupy(seconds: float) -> None:
     """Keep the present GPU from what is queued next, for so long at least."""
     queue_sleep(int(seconds * CYCLES_PER_SECOND))
+
+
+def pin(memory: Tensor) -> None:
+    """Lets GPUs copy from memory of the host that nobody has pinned, until it goes."""
+    cuda, at = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+    if int(cuda.cudaHostRegister(at, memory.nbytes, 1)) == 0:  # else copies wait for the host
+        weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, at)
 
 
 def hand_back(device: torch.device) -> None:

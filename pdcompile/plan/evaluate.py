@@ -12,14 +12,15 @@ microbatches an update, hidden behind compute but on the same links: load_s = ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from pdcompile.cluster import Link, slowest
 from pdcompile.plan.makespan import Path, warmup_of
 from pdcompile.plan.times import Message, PipelineTimes, messages_of
 from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.schedule.fetches import fetches_of
 from pdcompile.schedule.turns import Pattern
 
 
@@ -44,7 +45,8 @@ class Holding:
 class Deployment:
     """Where and how the stages of a pipeline run; all but `link` by stage.
 
-    `in_flight`: microbatches of one replica; empty where round trips do not count.
+    `in_flight`: microbatches of one replica; empty where round trips do not count.  `rates`: bytes
+    a second from its host to each rank, where it gets the weights of a stage to run it.
     """
 
     ranks: Sequence[tuple[int, ...]]
@@ -63,6 +65,7 @@ class Deployment:
     homes: bool = False
     patterns: Sequence[Pattern] = ()
     paces: Sequence[Sequence[float]] = ()
+    rates: Mapping[int, float] = field(default_factory=dict)
 
     @staticmethod
     def straight(problem: PartitionProblem) -> Deployment:
@@ -147,6 +150,8 @@ class Evaluation:
             backward[s].append(item.backward_seconds / self.deployment.speeds[s])
         ahead = list(map(math.fsum, forward))
         again = [f if r else 0.0 for f, r in zip(ahead, self.deployment.recompute, strict=True)]
+        rates, (trainable, _, frozen, *_) = self.deployment.rates, self._held
+        weights = [sum(both) for both in zip(trainable, frozen, strict=True)]
         return PipelineTimes(
             ahead,
             [math.fsum(w) + f for w, f in zip(backward, again, strict=True)],
@@ -161,7 +166,8 @@ class Evaluation:
             self.deployment.homes,
             self.deployment.patterns,
             self.deployment.paces,
-            any(one.readers > 1 for one in self.deployment.holdings),
+            bool(rates) or any(one.readers > 1 for one in self.deployment.holdings),
+            fetches_of(rates, self.deployment.ranks, weights, trainable),
         )
 
     @cached_property
@@ -202,6 +208,8 @@ class Evaluation:
         """
         ranks = self.deployment.ranks
         held = [self._bytes(t) for t in self.stages if ranks[t] == ranks[s]]
+        if self.deployment.rates:  # weights and gradients are there while their stage runs
+            return max(map(sum, held))
         gradients = sum(one[1] for one in held)
         return sum(one[0] for one in held) + max(gradients, *(one[1] + one[2] for one in held))
 

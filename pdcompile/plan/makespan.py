@@ -30,6 +30,7 @@ from pdcompile.plan.wires import (
     WireGroup,
     places_of,
 )
+from pdcompile.schedule.fetches import Fetches
 from pdcompile.schedule.instruction import TO_WEIGHTS, Action
 from pdcompile.schedule.registry import DEFAULT, GRADIENT_SLOTS, PARTS, StageWork, kind_of
 from pdcompile.schedule.turns import Pattern, ahead, in_turn, largest_share, share_of, window
@@ -102,6 +103,7 @@ class EventWalk:
     ):
         plain = [(in_turn(len(own)), (1.0,) * len(own)) for own in ranks]
         self.taken = shares or plain
+        self.fetches: Fetches = {}
         self.unlike = any(
             turns != own[0] for (turns, _), own in zip(self.taken, plain, strict=True)
         )
@@ -289,7 +291,8 @@ class EventWalk:
                 now, because = self.later(now, because, wire, last)
             event = s, action, k
             self.cause[event] = because
-            now, because = now + self.seconds[action][s] * own.pace, event
+            fetched = self.fetches.get((action, s, rank), 0.0)
+            now, because = now + fetched + self.seconds[action][s] * own.pace, event
             for lane, place in own.out[kind] if moves else ():
                 wire = lane.wires[k % len(lane.wires)]
                 early = lane.places[k] * lane.messages + place - lane.window

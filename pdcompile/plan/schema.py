@@ -236,15 +236,16 @@ class Training:
             previous, total = size, total + size
         return most + math.floor(of_all * total)
 
-    def update_seconds(self, owned: int, *, versions: bool) -> float:
+    def update_seconds(self, owned: int, *, versions: bool, rate: float | None = None) -> float:
         """Seconds of an update of so many bytes of weights: those of the bytes that are moved.
 
         Where there are `versions` the newest is copied first; where gradients are clipped, or
-        losses scaled, they are read and multiplied.
+        losses scaled, they are read and multiplied.  `rate`: bytes a second of another memory.
         """
         clipped = CLIPPED if self.joint else 0.0
         moved = self.step_moved + clipped + (COPIED if versions else 0.0)
-        return owned * moved * self.moving_seconds
+        each = self.moving_seconds and (self.moving_seconds if rate is None else 1 / rate)
+        return owned * moved * each
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,13 +306,22 @@ class Plan:
             training.updates == "home",
             tuple(stage.turns for stage in self.stages) if self.patterned else (),
             self.once,
+            self.fetched,
         )
 
     @property
     def once(self) -> bool:
         """True if replicas of a stage read its weights in one memory of their host."""
         kind, homes = self.training.kind, self.training.updates == "home"
-        return kind.dispatched and homes and (not self.cluster or self.machines.on_host)
+        here = self.fetched or not self.cluster or self.machines.on_host
+        return kind.dispatched and homes and here
+
+    @property
+    def fetched(self) -> bool:
+        """True if that memory is not their devices', who get a stage's weights when they run it."""
+        kind, homes = self.training.kind, self.training.updates == "home"
+        again = all(stage.recompute and stage.replicas > 1 for stage in self.stages)
+        return kind.dispatched and homes and again and bool(self.cluster) and self.machines.apart
 
     @property
     def patterned(self) -> bool:

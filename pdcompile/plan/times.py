@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdcompile.cluster import Cluster, Level, Link, message_seconds, ring_seconds, slowest
+from pdcompile.cluster import GLOO, Cluster, Level, Link, message_seconds, ring_seconds, slowest
 from pdcompile.plan.makespan import EventWalk, Path
 from pdcompile.plan.wires import DIRECTIONS, Direction, StagePair, Wire, by_distance
+from pdcompile.schedule.fetches import Fetches, fetched_by, fetches
 from pdcompile.schedule.registry import DEFAULT, kind_of
 from pdcompile.schedule.turns import Pattern, horizon, in_turn, share_of
 
@@ -78,6 +79,7 @@ class PipelineTimes:
         patterns: the turns in which the ranks of each stage take microbatches; empty: each in turn.
         paces: seconds of each rank of a stage, by those of the slowest; empty: they are all alike.
         once: whether nothing is sent for weights to come back from their homes.
+        fetches: of weights that ranks get from their host to run a stage; empty: none.
     """
 
     forward: Sequence[float]
@@ -94,6 +96,7 @@ class PipelineTimes:
     patterns: Sequence[Pattern] = ()
     paces: Sequence[Sequence[float]] = ()
     once: bool = False
+    fetches: Fetches = field(default_factory=dict)
 
     @staticmethod
     def of_hops(
@@ -148,7 +151,7 @@ class PipelineTimes:
         for kind, a, b, size in self.messages:
             # Final messages concern each replica once a minibatch, microbatches one of them each.
             final = kind == "final"
-            pairs = self._served(a, b) if final else self._pairs(a, b)
+            pairs = _served(self.ranks, a, b) if final else self._pairs(a, b)
             if self.patterns and not final and not kind_of(self.schedule).updates_each:
                 pairs = [pairs[k % len(pairs)] for k in range(num_microbatches)]
             every = num_microbatches if final else len(pairs)
@@ -162,9 +165,10 @@ class PipelineTimes:
         """Seconds per microbatch that the busiest rank of a stage computes."""
         turns, restarts = self._turns(s), not kind_of(self.schedule).updates_each
         count = num_microbatches if self.patterns and restarts else len(turns)
-        paces = enumerate(self._paces(s))
-        busiest = max(pace * len(share_of(turns, q, count)) for q, pace in paces)
-        return (self.forward[s] + self.backward[s]) * busiest / count
+        seconds, own = self.forward[s] + self.backward[s], self.ranks[s]
+        both = zip(self._paces(s), fetched_by(self.fetches, s, own), strict=True)
+        each = [seconds * pace + brought for pace, brought in both]
+        return max(one * len(share_of(turns, q, count)) for q, one in enumerate(each)) / count
 
     def loads(self, num_microbatches: int) -> list[float]:
         """Seconds per microbatch of each stage: its compute, or its busiest rank's links."""
@@ -183,10 +187,11 @@ class PipelineTimes:
         something is always done."""
         sent, _ = self.traffic(num_microbatches)
         group = kind_of(self.schedule).group
-        stages = enumerate(self.ranks)
+        stages = [*enumerate(self.ranks)]
         once = [self.reduction(s) / group(len(ranks)) for s, ranks in stages]
         once += [message_seconds(self._among(), 0.0)] if self.clips else []
-        each = (*self.forward, *self.backward, *sent.values())
+        each = [max(fetched_by(self.fetches, s, ranks)) for s, ranks in stages]
+        each += (*self.forward, *self.backward, *sent.values())
         return math.fsum(each) + math.fsum(once) / num_microbatches
 
     def period(self, in_flight: Sequence[int], num_microbatches: int) -> float:
@@ -243,6 +248,7 @@ class PipelineTimes:
             self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule,
             self.again, shares,
         )  # fmt: skip
+        walk.fetches = self.fetches
         for kind in DIRECTIONS[:2]:
             sent, of_hop = (
                 self._sent(kind),
@@ -274,7 +280,7 @@ class PipelineTimes:
             table, final = self.hops[kind], kind == "final"
             hops = sorted(table, reverse=True) if final else sorted(table, key=by_distance)
             return [(hop, {self._pairs(*hop)[0]: table[hop]}) for hop in hops]
-        pairs = self._served if kind == "final" else self._pairs
+        pairs = partial(_served, self.ranks) if kind == "final" else self._pairs
         found: list[tuple[StagePair, dict[StagePair, float]]] = [
             ((a, b), {one: message_seconds(self.link(*one), size) for one in pairs(a, b)})
             for k, a, b, size in self.messages
@@ -285,7 +291,7 @@ class PipelineTimes:
     def reduction(self, s: int) -> float:
         """Ring all-reduce of gradients over the slowest level of a stage; half if none returns."""
         first, *others = self.ranks[s] if kind_of(self.schedule).trains else self.ranks[s][:1]
-        link = slowest(self.link(first, other) for other in others)
+        link = slowest(self.link(first, other) for other in others) if not self.fetches else GLOO
         return ring_seconds(link, self.reduced[s], 1 + len(others)) / (1 + self.once)
 
     def _among(self) -> Link:
@@ -299,17 +305,17 @@ class PipelineTimes:
         ours, theirs = self.ranks[a], self.ranks[b]
         return [(ours[first[k % len(first)]], theirs[second[k % len(second)]]) for k in turns]
 
-    def _served(self, a: int, b: int) -> list[tuple[int, int]]:
-        """Each rank of the later stage with the one of the earlier stage that serves it."""
-        ours, theirs = self.ranks[a], self.ranks[b]
-        count = range(len(self.ranks[max(a, b)]))
-        return [(ours[k % len(ours)], theirs[k % len(theirs)]) for k in count]
-
     def _paces(self, s: int) -> Sequence[float]:
         return self.paces[s] if self.paces else (1.0,) * len(self.ranks[s])
 
     def _turns(self, s: int) -> Pattern:
         return (self.patterns[s] if self.patterns else ()) or in_turn(len(self.ranks[s]))
+
+
+def _served(ranks: Sequence[tuple[int, ...]], a: int, b: int) -> list[tuple[int, int]]:
+    """Each rank of the later stage with the one of the earlier stage that serves it."""
+    ours, theirs = ranks[a], ranks[b]
+    return [(ours[k % len(ours)], theirs[k % len(theirs)]) for k in range(len(ranks[max(a, b)]))]
 
 
 def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> PipelineTimes:
@@ -335,6 +341,7 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
         plan.spec.patterns,
         [stage.paces or (1.0,) * stage.replicas for stage in plan.stages],
         plan.spec.once,
+        fetches(plan),
     )
 
 

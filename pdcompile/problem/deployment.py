@@ -1,11 +1,13 @@
-"""Deployment of a stage: on how many ranks it runs, and whether it recomputes."""
+"""Deployment of stages: on how many ranks one runs, whether it recomputes, limits of positions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from pdcompile.cluster import Amount, Link, ring_seconds
+from pdcompile.cluster import Amount, Cluster, Link, ring_seconds
+from pdcompile.problem import StageLimits
 
 
 def balanced_homes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
@@ -55,3 +57,25 @@ class StageDeployment:
     def summed_bytes(self, num_bytes: int) -> int:
         """Bytes that one replica sends to sum gradients of so many."""
         return -(-2 * (self.replicas - 1) * num_bytes // self.replicas)
+
+
+def stage_limits(cluster: Cluster, ranks: Sequence[int]) -> tuple[StageLimits, ...]:
+    """Limits of each pipeline position when stage s runs on device `ranks`[s].
+
+    The last position has no next: it repeats the link before it.
+    """
+    links = [cluster.level_between(a, b) for a, b in pairwise(ranks)]
+    links = links + links[-1:] or [cluster.levels[0]]
+    limits = []
+    for s, (rank, link) in enumerate(zip(ranks, links, strict=True)):
+        device = cluster.devices[rank]
+        limits.append(
+            StageLimits(
+                speed=device.speed,
+                memory_bytes=device.memory_bytes,
+                bytes_per_second=link.bytes_per_second,
+                full_duplex=link.full_duplex and links[max(s - 1, 0)].full_duplex,
+                latency_seconds=link.latency_seconds,
+            )
+        )
+    return tuple(limits)

@@ -86,6 +86,7 @@ class PipelineSpec:
     homes: bool = False  # of updates are spread over the replicas of a stage
     patterns: tuple[Pattern, ...] = ()  # of each stage, see `turns`; empty: each in turn
     once: bool = False  # replicas of a stage read its weights in one memory
+    fetched: bool = False  # which is not that of their devices
 
     @property
     def kind(self) -> ScheduleKind:

@@ -34,6 +34,7 @@ from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.compile_ahead import compile_ahead
 from pdcompile.runtime.stage.gradients import absent, is_absent
+from pdcompile.runtime.stage.host_memory import brought, take_home
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.contract import Expected, check_tensor
 from pdcompile.weights.source import Registered
@@ -109,6 +110,7 @@ class Compute:
         self._stage_run = StageRun(stage, streams, *region)
         self._whole = bool(compiled.interfaces[stage].opaque)  # its backward cannot be split
         self._recomputes = bool(compiled.plan.stages[stage].recompute)
+        self._fetched = compiled.stream.spec.fetched  # weights rest on the host
         self._written = compiled.written_buffers(stage)
         self._written_inputs = frozenset(compiled.capture.train.written_inputs())
         self.flights: dict[tuple[int, int], _Waiting] = {}  # what waits for its backward
@@ -122,7 +124,7 @@ class Compute:
 
     def compile_ahead(self, wiring: Wiring, size: int) -> None:
         """Compile the stage before the first minibatch, unless modules in it run as they are."""
-        if self._whole:
+        if self._whole or self._fetched:
             return
         module, device = self._weights.module(0, wiring.training), self._device.device
         compile_ahead(self._stage, self._stage_run, module, wiring, size, device)
@@ -142,13 +144,24 @@ class Compute:
             for port, edge in wiring.inputs
         ]
         kept = self._kept(module, given, leaves) if self._recomputes and wiring.training else None
-        flight, values = self._run(feed, microbatch, module, given, leaves)
+        with self._brought(module):
+            flight, values = self._run(feed, microbatch, module, given, leaves)
         if flight.loss is not None:
             feed.losses.append(flight.loss.detach())
         if wiring.training:
             waiting = _Waiting(flight) if kept is None else _Waiting(None, kept)
             self.flights[feed.minibatch, microbatch] = waiting
         return values
+
+    @contextmanager
+    def _brought(self, module: nn.Module) -> Iterator[None]:
+        """Context in which a stage runs: it has its weights on the device."""
+        if not self._fetched:
+            yield
+            return
+        with brought(module, self._device) as copies:
+            yield
+            take_home(copies, self._device)
 
     def _kept(self, module: nn.Module, given: list[Any], leaves: Leaves) -> Kept:
         """Copies of what the forward to come reads and writes."""
@@ -202,12 +215,6 @@ class Compute:
         Returns what goes to earlier stages as (edge, sum).  `split`: only what that needs, and the
         gradients of tied copies, with `backward_weight` to follow.
         """
-        waiting = self.flights.pop((feed.minibatch, microbatch))
-        flight = waiting.flight
-        if flight is None:
-            assert waiting.kept is not None
-            flight = self._again(feed, microbatch, version, waiting.kept)
-        del waiting  # what was kept for it is not needed any more
         self._weights.begin_backward(feed.minibatch, version)
 
         def gradient(edge: int) -> Tensor | None:
@@ -217,9 +224,16 @@ class Compute:
         passed_on = None
         if split and not self._whole:
             passed_on = [self._weights.parameter(version, fqn) for fqn in self._weights.copies]
-        self._stage_run.backward(
-            flight, feed.wiring, gradient, of_loss=self._of_loss(feed, flight), first=passed_on
-        )
+        with self._brought(self._weights.module(version, feed.wiring.training)):
+            waiting = self.flights.pop((feed.minibatch, microbatch))
+            flight = waiting.flight
+            if flight is None:
+                assert waiting.kept is not None
+                flight = self._again(feed, microbatch, version, waiting.kept)
+            del waiting  # what was kept for it is not needed any more
+            self._stage_run.backward(
+                flight, feed.wiring, gradient, of_loss=self._of_loss(feed, flight), first=passed_on
+            )
         sent = []
         for edge, entrance in flight.entered.items():
             found = entrance.take()

@@ -147,7 +147,9 @@ class StageGradients:
         They come in any order, and are added in that of replicas.
         """
         found = self._sums.setdefault((self.update_of(minibatch), fqn), {})
-        found |= {} if is_absent(part) else {place: part}
+        if not is_absent(part):
+            resting = devices.on_host(self._masters[fqn])
+            found[place] = devices.to_host(part) if resting else part
 
     def pass_on(self, fqn: str, minibatch: int) -> Tensor:
         """Sum of what a copy has accumulated and received of a minibatch; nothing of it is kept."""

@@ -5,6 +5,10 @@ and what brings new weights back is a rendezvous without bytes.  No replica read
 an update overwrites: its gradients are in the sum that the home has waited for.  The memory has no
 name in any file system (where there is no Linux, none once all have it): it goes with the last
 process that has mapped it, however that ends.
+
+Where ranks compute on GPUs and recompute, weights rest there, and so do gradients and the states of
+optimizers: a stage has copies of its weights on the device while it runs (`brought`), forward and
+again backward, and its gradients go to the host as soon as they are whole.
 """
 
 from __future__ import annotations
@@ -12,23 +16,30 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.split_backward import accumulate
 from pdcompile.errors import ConfigError
 from pdcompile.hardware import devices
+from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.weights import Shared
 from pdcompile.runtime.state.model_state import State
 from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.schedule.spec import PipelineSpec
+from pdcompile.weights.source import like, registered
 
 _LINE = 64  # bytes between two tensors, of a cache line
 _mapped: set[str] = set()  # paths, in this process
 
 
-def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, Shared]:
+def shared_weights(
+    state: State, world: World | None, spec: PipelineSpec, device: RankDevice
+) -> dict[str, Shared]:
     """Moves the parameters that this process holds to memory of the host, by name, where a plan has
     them there.
 
@@ -49,8 +60,10 @@ def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, 
             length = -(-info.bytes // _LINE) * _LINE
             places[fqn] = [size + n * length for n in range(count)]
             size += count * length
-    if not size:
+    if not size or (world is None and not spec.fetched):
         return {}
+    if world is None:
+        return {fqn: _alone(state, fqn, len(at), device) for fqn, at in places.items()}
     path, file = _file(world, size)
     _mapped.add(path)
     try:
@@ -61,6 +74,8 @@ def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, 
             "once a host",
             remedy="run them as one user in one container; or updates='every'",
         ) from error
+    if device.queued:
+        devices.pin(maps[0])
     found = dict[str, Shared]()
     for fqn, offsets in places.items():
         one = state.tensors.get(fqn)
@@ -75,6 +90,41 @@ def shared_weights(state: State, world: World, spec: PipelineSpec) -> dict[str, 
     for shared in found.values():
         shared.parameter.data = shared.versions[0]
     return found
+
+
+def _alone(state: State, fqn: str, count: int, device: RankDevice) -> Shared:
+    """The same of a process that has all ranks: nobody else reads what it writes."""
+    one = cast(nn.Parameter, state.tensors[fqn])
+    versions = [device.pinned(one.nbytes).view(one.dtype) for _ in range(count)]
+    versions = [flat.as_strided(one.shape, one.stride()).copy_(one.data) for flat in versions]
+    one.data = versions[0]
+    return Shared(one, versions, versions, here=True)
+
+
+@contextmanager
+def brought(module: nn.Module, device: RankDevice) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """Context in which a stage has copies on the device of its weights that rest on the host: the
+    copy of each."""
+    resting = [one for one in registered(module) if devices.on_host(one.tensor)]
+    copies = dict[nn.Parameter, nn.Parameter]()
+    for one in resting:
+        if not one.is_buffer and one.tensor not in copies:
+            there = device.place(one.tensor.data, pinned=True)
+            copies[cast(nn.Parameter, one.tensor)] = cast(nn.Parameter, like(one.tensor, there))
+    try:
+        for one in resting:
+            one.table[one.leaf] = copies.get(cast(nn.Parameter, one.tensor), one.tensor)
+        yield copies
+    finally:
+        for one in resting:
+            one.table[one.leaf] = one.tensor
+
+
+def take_home(copies: dict[nn.Parameter, nn.Parameter], device: RankDevice) -> None:
+    """Accumulates the gradients of copies where weights rest, by autograd, which runs hooks."""
+    came = [(own, device.fetch(copy.grad)) for own, copy in copies.items() if copy.grad is not None]
+    if came:
+        accumulate([(own, one.wait()) for own, one in came])
 
 
 def _in_host_memory(tensor: Tensor) -> bool:

@@ -162,7 +162,8 @@ class StageWeights(StageGradients):
         """
         self.starts_anew = False
         slot = self.parameter(minibatch + 1, fqn)
-        slot.data.copy_(value)
+        if fqn not in self.first_here.once:  # where the owner has written it
+            slot.data.copy_(value)
         self._masters[fqn].data = slot.data
 
     def adopt(self) -> None:

@@ -308,12 +308,12 @@ class State:
         }
         self._replace(gone)
 
-    def place(self, device: RankDevice) -> None:
-        """The tensors that this process holds go to its device: parameters stay the same objects,
-        buffers and constants are others, as after model.to(…)."""
+    def place(self, device: RankDevice, at_rest: Collection[str] = ()) -> None:
+        """The tensors that this process holds go to its device, without those `at_rest`: parameters
+        stay the same objects, buffers and constants are others, as after model.to(…)."""
         moved: dict[str, Tensor] = {}
         for fqn, tensor in self.tensors.items() if device.queued else ():
-            if fqn in self._elsewhere or not devices.on_host(tensor):
+            if fqn in self._elsewhere or fqn in at_rest or not devices.on_host(tensor):
                 continue
             if isinstance(tensor, nn.Parameter):
                 gradient, tensor.grad = tensor.grad, None

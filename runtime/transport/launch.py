@@ -146,7 +146,7 @@ class World:
     def subgroup(self, name: str, processes: tuple[int, ...], device: RankDevice) -> Any:
         """Connections between some of the processes alone, for data; each of them calls this."""
         store = PrefixStore(f"{name}/{'/'.join(map(str, processes))}", self.store)
-        if not self.path.direct:
+        if not (self.path.direct and device.queued):
             return self._connected(store, processes.index(self.process), len(processes))
         with self.peers.log.meeting():
             return device_groups.connected(store, self.process, processes, device.device, _TIMEOUT)

@@ -172,7 +172,7 @@ class Reduction:
                     f"the gradient of {name!r} is sparse, and is to be summed over replicas",
                     remedy="leave sparse=True out, or plan with one replica for its stage",
                 )
-            parts.append(tensor.detach().reshape(-1).to(dtype))
+            parts.append(self._device.place(tensor.detach().reshape(-1).to(dtype)))
         return torch.cat([*parts, present])
 
     def ready(self, number: int) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pdcompile import jsonio
-from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.cluster import Cluster
 from pdcompile.eager.summation import summation_order
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph, Ref, TensorInfo, fingerprint, walk
@@ -22,6 +22,7 @@ from pdcompile.plan.embedded import Finding, assignment
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import Plan
 from pdcompile.problem import OUTPUT_WISH, Item, PartitionProblem, SharedParameter, Traffic, Wish
+from pdcompile.problem.deployment import stage_limits
 from pdcompile.schedule.registry import DEFAULT, kind_of
 
 AGAIN = "make the plan again for this model and cluster"

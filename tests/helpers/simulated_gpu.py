@@ -238,6 +238,9 @@ class SimulatedGpu(TorchDispatchMode):
         memory.kind, memory.wrote = "pinned", None
         return found
 
+    def pin(self, memory: Tensor) -> None:
+        self.memory(memory).kind = "pinned"
+
     def to_host(self, tensor: Tensor) -> Tensor:
         if self.memory(tensor).kind != "device":
             return tensor
@@ -256,6 +259,7 @@ class SimulatedGpu(TorchDispatchMode):
         enter(patch(devices, "to_host", self.to_host))
         enter(patch(runtime_device, "QueuedDevice", lambda device: QueuedDevice(device, self)))
         enter(patch(QueuedDevice, "pinned_like", lambda _, tensor: self.pinned_like(tensor)))
+        enter(patch(devices, "pin", self.pin))
         connected = World._connected
         enter(patch(World, "_connected", lambda *given: Gloo(self, connected(*given))))
         enter(patch(device_groups, "connected", partial(nccl, self)))

@@ -18,6 +18,7 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         min((x for rank in ranks if (x := devices[rank].memory_bytes) is not None), default=None)
         for ranks in candidate.ranks
     ]
+    fetched = all(is_fetched(setting, option, cluster) for option in candidate.options)
     deployment = Deployment(
         candidate.ranks,
         [min(devices[rank].speed for rank in ranks) for ranks in candidate.ranks],
@@ -36,6 +37,7 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         problem.allow_empty,
         clips=setting.clipping and not candidate.straight,
         homes=setting.homes and not candidate.straight,
+        rates={r: devices[r].host_rate for own in candidate.ranks for r in own if fetched},
     )
     return Evaluation(problem, candidate.stage_of, deployment)
 
@@ -50,16 +52,23 @@ def holding(
     """
     kind, share = kind_of(setting.schedule), option.share(setting.num_microbatches)
     held = kind.depth_held(depth, like)
-    in_flight = kind.in_flight(held, share)
+    in_flight, away = kind.in_flight(held, share), is_fetched(setting, option, cluster)
+    buffers = kind.gradient_buffers(depth, first, late=setting.clipping or option.replicas > 1)
     return Holding(
-        kind.versions(depth, first),
-        kind.gradient_buffers(depth, first, late=setting.clipping or option.replicas > 1),
-        setting.optimizer_factor / (option.replicas if setting.homes else 1),
+        1 if away else kind.versions(depth, first),
+        1 if away else buffers,
+        0 if away else setting.optimizer_factor / (option.replicas if setting.homes else 1),
         option.kept(in_flight),
         kind.slots(held, share),
         min(GRADIENT_SLOTS, in_flight),
         option.replicas if kind.dispatched and setting.homes and cluster.on_host else 1,
     )
+
+
+def is_fetched(setting: Setting, option: StageDeployment, cluster: Cluster) -> bool:
+    """True if weights of a stage rest on the host, and come to the rank that runs it."""
+    homes = kind_of(setting.schedule).dispatched and setting.homes
+    return homes and option.recompute and option.replicas > 1 and cluster.apart
 
 
 def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> list[str]:

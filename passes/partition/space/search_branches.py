@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
-from pdcompile.cluster import Cluster, stage_limits
+from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.space.in_turn import SOME, StagesInTurn
 from pdcompile.passes.partition.space.pipelines import (
     Pipelines,
@@ -18,7 +18,7 @@ from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import rule_of, warmup
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem
-from pdcompile.problem.deployment import StageDeployment
+from pdcompile.problem.deployment import StageDeployment, stage_limits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 

@@ -103,9 +103,10 @@ class Trials:
         stream = kind_of(candidate.setting.schedule).stream
         for s, ranks in enumerate(candidate.ranks):
             owned = found.trainable(s) // (len(ranks) if candidate.setting.homes else 1)
-            once = self.training.update_seconds(owned, versions=stream)
             for rank in ranks:
-                spent[rank] += once / self.cluster.devices[rank].speed
+                rate = found.deployment.rates.get(rank)  # on the host
+                once = self.training.update_seconds(owned, versions=stream, rate=rate)
+                spent[rank] += once / (1 if rate else self.cluster.devices[rank].speed)
         return self._updates.setdefault(candidate, max(spent.values()))
 
     @property
