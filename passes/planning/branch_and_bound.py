@@ -162,13 +162,15 @@ class PlanSearch:
 
     def improve(self) -> None:
         """Move groups of the best candidate over a boundary as long as that helps."""
-        trials, left, moved = self.trials, MAX_MOVES, True
+        trials, left, moved, kept = self.trials, MAX_MOVES, True, 0.0
         gain = EXACT if trials.found and trials.quick(trials.best) else GAIN
+        if self.tolerance > 0 and trials.found and not self.sketch:
+            kept = trials.making(trials.best, anew=True)  # of a cut at borders, often a faster one
         while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
             moved, best = False, trials.best
             for one in self._next_to(best):
                 left -= 1
-                if left < 0 or trials.over(1.0):
+                if left < 0 or trials.over(1.0) or self.budget.left < kept:
                     return
                 trials.offer(one, now=True, gain=gain)
                 if trials.best is not best:
@@ -313,7 +315,8 @@ def _preferred(
     found, making = evaluation(problem, search.cluster, candidate), trials.making(candidate)
 
     def fits(stage_of: tuple[int, ...]) -> bool:
-        return trials.filled(replace(candidate, stage_of=stage_of)) <= 1
+        one = replace(candidate, stage_of=stage_of)
+        return trials.may_fit(one, search.whole.left) and trials.filled(one) <= 1
 
     left = search.whole.left - making
     stage_of, judged, notes = _prefer(search, found, candidate.setting, certificate, left, fits)

@@ -165,8 +165,10 @@ class Trials:
             self._slower(candidate, seconds * scale)
             return 0.0
         self.tried += 1
-        if share <= 1 and (now or share <= SURE or self.quick(candidate)):
+        if share <= 1 and (now or self.sketch or share <= SURE or self.quick(candidate)):
             return self._judge(seconds * scale, candidate, share)
+        if self.sketch:
+            return share
         self.waiting.append((seconds * scale, share, candidate))
         return share
 
@@ -188,9 +190,17 @@ class Trials:
     def _expected(self, share: float, candidate: Candidate) -> float:
         return share * self.beyond.get(candidate.setting.schedule, 1.0)
 
+    def may_fit(self, candidate: Candidate, left: float) -> bool:
+        """True if its plan can be made in that time, and fits as far as plans of its schedule
+        tell."""
+        if self.making(candidate) > left:
+            return False
+        _, share = timed(self._problem(candidate), self.cluster, candidate)
+        return self._expected(share, candidate) <= 1
+
     def _judge(self, seconds: float, candidate: Candidate, share: float) -> float:
         """Make it the best if it fits; the share of its memory that a rank takes."""
-        if share > SURE or self.quick(candidate):
+        if not self.sketch and (share > SURE or self.quick(candidate)):
             share = self.filled(candidate)
         if share > 1:
             return share
