@@ -29,7 +29,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Alternative, Plan
 from pdcompile.units import format_seconds
 
-FIRST_PLAN = 5.0  # seconds of search that a sketch takes at most, of all but huge models
+SKETCH = 2.0  # seconds of search that a sketch may take at least
 NOT_HERE = (ClusterError, ConfigError, InfeasibleError, LaunchError)  # of one layout among others
 
 
@@ -65,15 +65,16 @@ class LayoutSearch:
         self._bounds: dict[str, float] = {}  # of those in each that was not impossible
         self._first: PdcompileError | None = None
         self._time_limit: float | None = None
-        self._searched, self._began = 0.0, inf  # seconds; when the search of a layout began
+        self._spent, self._began = 0.0, inf  # seconds but for capture; when a layout began
         self._least = 0.0  # seconds that no step of the present layout can take less than
         self._making = False  # it is the best one, whose plan is to be made
 
     def turns(self, layouts: Sequence[Options]) -> Iterator[Options]:
         """Each layout with its share of one half of the time, then the best one with the other; the
-        next best where there is no plan of it.
+        next best where there is no plan of it, and the first of those without a sketch.
 
-        What a layout leaves is for the next ones, and each may take as long as a sketch does.
+        To divide the model counts, to capture it does not.  What a layout leaves is for the next
+        ones, and each may take as long as a sketch does.
         """
         if not self.several:
             yield from layouts
@@ -82,17 +83,21 @@ class LayoutSearch:
         total = DEFAULT_SECONDS if self._time_limit is None else self._time_limit
         self.sketches = True
         for left, one in zip(range(len(layouts), 0, -1), layouts, strict=True):
-            share = (total / 2 - self._searched) / left
-            yield replace(one, time_limit=max(share, min(FIRST_PLAN, total / 2)))
+            share = (total / 2 - self._spent) / left
+            yield replace(one, time_limit=max(share, min(SKETCH, total / 2)))
         self.sketches, self._making = False, True
         known = [one for one in layouts if named(one) in self._steps]
-        for one in sorted(known, key=lambda one: self._steps[named(one)]):
+        known.sort(key=lambda one: self._steps[named(one)])
+        rest = [one for one in layouts if named(one) in self._bounds.keys() - self._steps.keys()]
+        known += rest[:1]  # or its error
+        for one in known:
             if self.best is None:
-                yield replace(one, time_limit=max(total - self._searched, total / 2))
+                yield replace(one, time_limit=max(total - self._spent, total / 2))
 
     @contextmanager
     def trying(self, options: Options) -> Iterator[None]:
         """Context of planning one layout: among several it may be impossible, or a sketch."""
+        self._began = inf if self.whole is None else time.monotonic()
         try:
             yield
         except Sketched as sketch:
@@ -107,12 +112,11 @@ class LayoutSearch:
             if isinstance(error, NotFoundError):  # there may be one
                 self._bounded(options, self._least)
             self.listener.told(f"{named(options)}: {error.message}")
-            if self._first is None:
+            if self._first is None or self._making:
                 error.message = f"{named(options)}: {error.message}; nor is there another layout"
                 self._first = error
         finally:
-            self._searched += max(time.monotonic() - self._began, 0.0)
-            self._began = inf
+            self._spent += max(time.monotonic() - self._began, 0.0)
 
     @property
     def elsewhere(self) -> float:
@@ -125,7 +129,7 @@ class LayoutSearch:
         Raises:
             Sketched: the best one so far takes no longer.
         """
-        self._least, self._began = least_seconds, time.monotonic()
+        self._least, self._began = least_seconds, min(self._began, time.monotonic())
         if least_seconds >= self.elsewhere:
             raise Sketched(least_seconds)
 

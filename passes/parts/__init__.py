@@ -15,8 +15,7 @@ from pdcompile.ir.records import PARTS
 from pdcompile.parts.shard import Division, Split
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.costs.costed_op import plain_name
-from pdcompile.passes.parts.axes import ATTENTION
-from pdcompile.passes.parts.choice import product_flops
+from pdcompile.passes.parts.axes import ATTENTION, Axes
 from pdcompile.passes.parts.families import FAMILIES
 from pdcompile.passes.parts.layouts import Cut, Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
@@ -141,7 +140,9 @@ def _divided(
     laid_out = partial(lay_out, family=split, parts=parts, splits=wishes)
     evaluation = write(laid_out(capture.eval, cut=cuts[1])) if evaluates else None
     layouts = laid_out(capture.train, outputs=training.keeps_outputs, cut=cuts[0])
-    if evaluation and layouts.shards != evaluation.shards:  # logits that training does not show may stay split
+    if (
+        evaluation and layouts.shards != evaluation.shards
+    ):  # logits that training does not show may stay split
         layouts = laid_out(capture.train, cut=cuts[0])
     train = write(layouts)
     whole = {op.name for op in train.graph.ops if op.target == f"{PARTS}.gather"}
@@ -187,7 +188,7 @@ def _refuse_unequal(training: Training) -> None:
 def _stay_whole(layouts: Layouts) -> Iterator[str]:
     """A note on products that stay whole in spite of the split: each part computes all of them."""
     if layouts.stays:
-        total = sum(product_flops(layouts.graph).values())
+        total = sum(Axes.of(layouts.graph).products.values())
         share = sum(one.flops for one in layouts.stays) / max(total, 1)
         shown = some([f"{one.op} ({one.source}): {one.reason}" for one in layouts.stays], 3)
         yield f"{100 * share:.2g} % of the operations stay whole, on each part: {shown}"

@@ -15,6 +15,8 @@ from functools import cached_property
 from typing import Self, cast
 
 from pdcompile.ir.graph import GRADIENT, Op, OpGraph, Value
+from pdcompile.passes.costs.costed_op import costed_ops
+from pdcompile.passes.costs.flops import forward_flops, rule_of
 from pdcompile.passes.parts.atoms import Atom, Run, extent, fresh, join, leaves
 from pdcompile.passes.parts.calls import Call, Operand, extents
 from pdcompile.passes.parts.in_place import written_storages
@@ -161,6 +163,7 @@ class Axes:
         values: dimensions of each value that is a tensor.
         tensors: dimensions of each tensor of the model.
         ops: how each op divides, by name, in order.
+        products: operations of each op of the matmul family.
     """
 
     def __init__(self, graph: OpGraph) -> None:
@@ -177,6 +180,8 @@ class Axes:
             self.tensors[fqn] = tuple(fresh(extent(size)) for size in info.shape)
             for alias in info.aliases:
                 self.tensors[alias] = self.tensors[fqn]
+        calls = costed_ops(graph, graph.batch_size)
+        self.products = {c.op.name: forward_flops(c) for c in calls if rule_of(c).product}
         for op in graph.ops:
             found = self.ops[op.name] = self._divided(op)
             if graph.values[op.name].is_tensor:

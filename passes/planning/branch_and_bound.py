@@ -157,15 +157,16 @@ class PlanSearch:
             return branch.left_out
         if trials.some and trials.tried - tried >= MAX_TRIED:  # without a plan, time alone ends it
             return f"{MAX_TRIED} plans were tried"
-        begun = trials.seen or trials.budget.stopped  # one is tried at least
+        begun = trials.seen or trials.budget.stopped or self.sketch  # one is tried at least
         return "time was over" if begun and trials.over(until) else ""
 
     def improve(self) -> None:
         """Move groups of the best candidate over a boundary as long as that helps."""
-        trials, left, moved, kept = self.trials, MAX_MOVES, True, 0.0
+        trials, left, kept = self.trials, MAX_MOVES, 0.0
+        moved = not (self.sketch and self._large)
         gain = EXACT if trials.found and trials.quick(trials.best) else GAIN
         if self.tolerance > 0 and trials.found and not self.sketch:
-            kept = trials.making(trials.best, anew=True)  # of a cut at borders, often a faster one
+            kept = 2 * trials.making(trials.best, anew=True)  # of a cut at borders, if it is faster
         while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
             moved, best = False, trials.best
             for one in self._next_to(best):
@@ -188,6 +189,11 @@ class PlanSearch:
             self.floor, self.relaxed = bound, branch is not None and bool(branch.space.placement)
         if why not in self.unproved:
             self.unproved.append(why)
+
+    @property
+    def _large(self) -> bool:
+        """True if not all cuts are tried."""
+        return not self._prepared(self.space.microbatches[0]).complete
 
     # -- problems ----------------------------------------------------------------------------
 
@@ -236,7 +242,7 @@ class PlanSearch:
 
     def _below(self, branch: Branch) -> float:
         """The objective that candidates of a branch have to be below; 0 where time is over."""
-        late = self.trials.seen and self.trials.over(1.0)
+        late = (self.trials.seen or self.sketch) and self.trials.over(1.0)
         return 0.0 if late else self.trials.below / branch.setting.scale
 
     def result(self) -> Plan:
@@ -253,7 +259,7 @@ class PlanSearch:
         if not self.trials.found:
             if self.budget.stopped:
                 raise KeyboardInterrupt
-            if self.elsewhere < math.inf:
+            if self.elsewhere < math.inf or (self.sketch and self.unproved):
                 least = min(self.trials.least.values(), default=math.inf)
                 raise Sketched(min(self.floor, self.elsewhere), least)
             raise no_plan(

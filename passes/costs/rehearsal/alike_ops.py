@@ -70,7 +70,10 @@ class AlikeOps:
             storage = one.untyped_storage()
             form = Known.of(one, views=storage._cdata in numbers)
             number = numbers.setdefault(storage._cdata, len(numbers))
-            if not form.views and made_like(form, read).untyped_storage().nbytes() != storage.nbytes():
+            if (
+                not form.views
+                and made_like(form, read).untyped_storage().nbytes() != storage.nbytes()
+            ):
                 return
             found.append((form, one.requires_grad, number))
         kept = ((numbers.get(at, -1), storage.nbytes()) for at, storage in saved.items())

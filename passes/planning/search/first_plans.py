@@ -60,7 +60,8 @@ class FirstPlans:
         self._judge()
         self.trials.settle(JUDGING, likely=True)
         self.settings.sort(key=self.bounds.__getitem__)
-        self._bound()
+        if not self.trials.sketch or self.prepared_at(self.space.microbatches[0]).complete:
+            self._bound()  # else it says little, in so little time
         self.trials.settle(SETTLING, likely=True)
 
     def _judge(self) -> None:
