@@ -29,6 +29,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Alternative, Plan
 from pdcompile.units import format_seconds
 
+CLOSE = 1.02  # times the best plan's seconds: a sketch of a layout that is still searched
 SKETCH = 2.0  # seconds of search that a sketch may take at least
 NOT_HERE = (ClusterError, ConfigError, InfeasibleError, LaunchError)  # of one layout among others
 
@@ -71,7 +72,8 @@ class LayoutSearch:
 
     def turns(self, layouts: Sequence[Options]) -> Iterator[Options]:
         """Each layout with its share of one half of the time, then the best one with the other; the
-        next best where there is no plan of it, and the first of those without a sketch.
+        next best where there is no plan of it or time is left, and the first of those without a
+        sketch.
 
         To divide the model counts, to capture it does not.  What a layout leaves is for the next
         ones, and each may take as long as a sketch does.
@@ -91,8 +93,16 @@ class LayoutSearch:
         rest = [one for one in layouts if named(one) in self._bounds.keys() - self._steps.keys()]
         known += rest[:1]  # or its error
         for one in known:
+            left = total - self._spent
             if self.best is None:
-                yield replace(one, time_limit=max(total - self._spent, total / 2))
+                yield replace(one, time_limit=max(left, total / 2))
+            elif left > total / 4 and self._close(named(one)):
+                yield replace(one, time_limit=left)
+
+    def _close(self, name: str) -> bool:
+        """True if a plan of a layout may be better than the best one, by its sketch."""
+        close = self._steps.get(name, inf) < self.best_seconds * CLOSE
+        return close and self._bounds[name] < self.best_seconds
 
     @contextmanager
     def trying(self, options: Options) -> Iterator[None]:
@@ -102,9 +112,9 @@ class LayoutSearch:
             yield
         except Sketched as sketch:
             self._bounded(options, sketch.least_seconds)
-            if sketch.seconds < inf:
+            if self.sketches and sketch.seconds < inf:
                 self._steps[named(options)] = sketch.seconds
-            self.best_seconds = min(self.best_seconds, sketch.seconds)
+                self.best_seconds = min(self.best_seconds, sketch.seconds)
             self.listener.told(f"{named(options)}: {sketch}")
         except NOT_HERE as error:
             if not self.several:
@@ -121,7 +131,7 @@ class LayoutSearch:
     @property
     def elsewhere(self) -> float:
         """Seconds of a step that a plan of the present layout has to be faster than."""
-        return inf if self._making else self.best_seconds
+        return inf if self._making and self.best is None else self.best_seconds
 
     def check(self, least_seconds: float) -> None:
         """Take the seconds that no step of the present layout can take less than.
