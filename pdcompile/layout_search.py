@@ -121,6 +121,8 @@ class LayoutSearch:
                 raise
             if isinstance(error, NotFoundError):  # there may be one
                 self._bounded(options, self._least)
+            else:
+                self._bounds.pop(named(options), None)  # what was sketched does not fit
             self.listener.told(f"{named(options)}: {error.message}")
             if self._first is None or self._making:
                 error.message = f"{named(options)}: {error.message}; nor is there another layout"

@@ -167,7 +167,7 @@ class Trials:
         self.tried += 1
         if share <= 1 and (now or self.sketch or share <= SURE or self.quick(candidate)):
             return self._judge(seconds * scale, candidate, share)
-        if self.sketch:
+        if self.sketch and not self.quick(candidate):
             return share
         self.waiting.append((seconds * scale, share, candidate))
         return share
@@ -200,7 +200,7 @@ class Trials:
 
     def _judge(self, seconds: float, candidate: Candidate, share: float) -> float:
         """Make it the best if it fits; the share of its memory that a rank takes."""
-        if not self.sketch and (share > SURE or self.quick(candidate)):
+        if (share > SURE and not self.sketch) or self.quick(candidate):
             share = self.filled(candidate)
         if share > 1:
             return share
