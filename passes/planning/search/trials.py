@@ -132,9 +132,10 @@ class Trials:
         return self.making(candidate, anew=True) < QUICK * (self.budget.spent + self.budget.left)
 
     def over(self, share: float) -> bool:
-        """True if that share of the time is over, without what making the best plan takes."""
+        """True if that share of the time is over, without what making a plan takes."""
         whole = max(self.budget.spent + self.budget.left, 1e-9)
-        left = max(whole - (self.making(self.best) if self.found else 0.0), 0.0)
+        making = self.making(self.best, anew=not self.sketch) if self.found else 0.0
+        left = max(whole - making, 0.0)
         return self.budget.late or self.budget.spent > share * left
 
     def making(self, candidate: Candidate, *, anew: bool = False) -> float:
