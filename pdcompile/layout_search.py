@@ -30,7 +30,7 @@ from pdcompile.plan import Alternative, Plan
 from pdcompile.units import format_seconds
 
 CLOSE = 1.02  # times the best plan's seconds: a sketch of a layout that is still searched
-SKETCH = 2.0  # seconds of search that a sketch may take at least
+SKETCH = 3.0  # seconds of search that a sketch may take at least
 NOT_HERE = (ClusterError, ConfigError, InfeasibleError, LaunchError)  # of one layout among others
 
 

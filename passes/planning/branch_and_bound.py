@@ -486,7 +486,7 @@ def best_plan(
     if space.sharing and _numbered(problem_at(space.microbatches[0])):
         space = replace(space, sharing=())  # there a stage of that number is another one
     seconds = DEFAULT_SECONDS if time_limit is None else time_limit
-    kept = min(LONGEST, PREFERRING * seconds) if tolerance > 0 else 0.0
+    kept = min(LONGEST, PREFERRING * seconds) if tolerance > 0 and not sketch else 0.0
     with Budget(seconds) as whole:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,

@@ -78,8 +78,8 @@ def test_layouts_leave_their_time_to_the_next_ones(monkeypatch: pytest.MonkeyPat
                 raise ConfigError("impossible")
 
     assert [*limits([0.0, 8.0, 8.0, 8.0])] == [30 / 4, 30 / 3, 22 / 2, 14]
-    assert [*limits([8.0] * 4, dividing=2.0)] == [30 / 4, 20 / 3, 10 / 2, 2.0]
-    assert [*limits([5.0] * 20)] == [2.0] * 20  # 100 s, of 30
+    assert [*limits([8.0] * 4, dividing=2.0)] == [30 / 4, 20 / 3, 10 / 2, 3.0]
+    assert [*limits([5.0] * 20)] == [3.0] * 20  # 100 s, of 30
 
 
 def test_where_no_sketch_has_a_plan_one_layout_is_searched_for_its_error() -> None:

@@ -57,26 +57,28 @@ class FirstPlans:
 
     def run(self) -> None:
         """Judge plans of all settings, the fastest first, and bound every setting by the best."""
-        self._judge()
+        complete = self.prepared_at(self.space.microbatches[0]).complete
+        rough = self.trials.sketch and not complete  # what else there is says little in its time
+        self._judge(1.0 if rough else JUDGING)
         self.trials.settle(JUDGING, likely=True)
         self.settings.sort(key=self.bounds.__getitem__)
-        if not self.trials.sketch or self.prepared_at(self.space.microbatches[0]).complete:
-            self._bound()  # else it says little, in so little time
+        if not rough:
+            self._bound()
         self.trials.settle(SETTLING, likely=True)
 
-    def _judge(self) -> None:
+    def _judge(self, until: float) -> None:
         """Cut what may be fastest first and try it, until all else is slower; what may lack memory
         comes again with a smaller share of it."""
-        trials, ticket = self.trials, count()
+        trials, ticket, sure = self.trials, count(), 1.0 if self.trials.sketch else SURE
         heap = [(self._estimate(branch), next(ticket), branch) for branch in self._branches()]
         heapq.heapify(heap)
-        while heap and not trials.over(JUDGING):
+        while heap and not trials.over(until):
             seconds, _, branch = heapq.heappop(heap)
             if trials.seen and seconds >= trials.below_with_gain:
                 break
             share, less = branch.seats.share, 1.0
             for one in branch.likely(share):
-                if (taken := trials.offer(one)) > SURE:
+                if (taken := trials.offer(one)) > sure:
                     seconds, less = self._seconds(one), min(less, SPARING * SURE / taken)
             if less < 1 and share * less > LEAST and not branch.space.placement:
                 branch.seats = replace(branch.seats, share=share * less)
