@@ -90,14 +90,14 @@ class LayoutSearch:
         self.sketches, self._making = False, True
         known = [one for one in layouts if named(one) in self._steps]
         known.sort(key=lambda one: self._steps[named(one)])
-        rest = [one for one in layouts if named(one) in self._bounds.keys() - self._steps.keys()]
-        known += rest[:1]  # or its error
+        none = [one for one in layouts if named(one) in self._bounds.keys() - self._steps.keys()]
+        known += none[:1]  # or its error
         for one in known:
-            left = total - self._spent
+            rest = total - self._spent
             if self.best is None:
-                yield replace(one, time_limit=max(left, total / 2))
-            elif left > total / 4 and self._close(named(one)):
-                yield replace(one, time_limit=left)
+                yield replace(one, time_limit=max(rest, total / 2))
+            elif rest > total / 4 and self._close(named(one)):
+                yield replace(one, time_limit=rest)
 
     def _close(self, name: str) -> bool:
         """True if a plan of a layout may be better than the best one, by its sketch."""
