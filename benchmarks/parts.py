@@ -120,14 +120,14 @@ def _row(entry: Entry, graph: OpGraph, parts: int) -> Row:
 
 
 def _share(graph: OpGraph, split: Any, parts: int) -> Share:
-    from pdcompile.passes.parts.choice import product_flops
+    from pdcompile.passes.parts.axes import Axes
     from pdcompile.passes.parts.layouts import lay_out
 
     try:
         found = lay_out(graph, split, parts, outputs=False)
     except ConfigError as error:
         return Share(0.0, 0.0, (error.message,))
-    flops = sum(product_flops(graph).values())
+    flops = sum(Axes.of(graph).products.values())
     parameters = {f: one for f, one in graph.tensors.items() if one.kind == "parameter"}
     split_bytes = sum(one.bytes for fqn, one in parameters.items() if fqn in found.shards)
     stays = sorted((one for one in found.stays if one.flops), key=lambda one: -one.flops)

@@ -268,7 +268,7 @@ def planned_layout(
     capturing = partial(_captured, model, flat, layout, options, chosen, step.listener)
     whole = search.whole = search.whole or step("graph", capturing)
     chosen = _with_outputs(chosen, whole.train, options)
-    chosen, captured = _in_parts(model, whole, options, chosen, step)
+    chosen, captured = _in_parts(model, whole, options, chosen, step, evaluates=not search.sketches)
     if options.plan is not None:
         part = step.listener.part
         plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))
@@ -280,13 +280,15 @@ def planned_layout(
 
 
 def _in_parts(
-    model: nn.Module, whole: Capture, options: Options, chosen: Configuration, step: PassRunner
-) -> tuple[Configuration, Capture]:
+    model: nn.Module, whole: Capture, options: Options, chosen: Configuration, step: PassRunner,
+    *, evaluates: bool,
+) -> tuple[Configuration, Capture]:  # fmt: skip
     """The configuration with what parts divide, and the program of one of them."""
     if chosen.training.parts == 1:
         return chosen, whole
     cut = partial(_first_cut, model, whole, options, chosen, step.listener)
-    captured = step("parts", lambda: in_parts(whole, chosen.training, cut))
+    divided = partial(in_parts, whole, chosen.training, cut, evaluates=evaluates)
+    captured = step("parts", divided)
     refuse_hooks(dict(model.named_parameters()), captured.division)
     training = replace(chosen.training, split=captured.division.split)
     return replace(chosen, training=training), captured

@@ -29,7 +29,8 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Alternative, Plan
 from pdcompile.units import format_seconds
 
-FIRST_PLAN = 5.0  # seconds of search that a sketch takes at most, of all but huge models
+CLOSE = 1.02  # times the best plan's seconds: a sketch of a layout that is still searched
+SKETCH = 3.0  # seconds of search that a sketch may take at least
 NOT_HERE = (ClusterError, ConfigError, InfeasibleError, LaunchError)  # of one layout among others
 
 
@@ -65,15 +66,17 @@ class LayoutSearch:
         self._bounds: dict[str, float] = {}  # of those in each that was not impossible
         self._first: PdcompileError | None = None
         self._time_limit: float | None = None
-        self._searched, self._began = 0.0, inf  # seconds; when the search of a layout began
+        self._spent, self._began = 0.0, inf  # seconds but for capture; when a layout began
         self._least = 0.0  # seconds that no step of the present layout can take less than
         self._making = False  # it is the best one, whose plan is to be made
 
     def turns(self, layouts: Sequence[Options]) -> Iterator[Options]:
         """Each layout with its share of one half of the time, then the best one with the other; the
-        next best where there is no plan of it.
+        next best where there is no plan of it or time is left, and the first of those without a
+        sketch.
 
-        What a layout leaves is for the next ones, and each may take as long as a sketch does.
+        To divide the model counts, to capture it does not.  What a layout leaves is for the next
+        ones, and each may take as long as a sketch does.
         """
         if not self.several:
             yield from layouts
@@ -82,42 +85,55 @@ class LayoutSearch:
         total = DEFAULT_SECONDS if self._time_limit is None else self._time_limit
         self.sketches = True
         for left, one in zip(range(len(layouts), 0, -1), layouts, strict=True):
-            share = (total / 2 - self._searched) / left
-            yield replace(one, time_limit=max(share, min(FIRST_PLAN, total / 2)))
+            share = (total / 2 - self._spent) / left
+            yield replace(one, time_limit=max(share, min(SKETCH, total / 2)))
         self.sketches, self._making = False, True
         known = [one for one in layouts if named(one) in self._steps]
-        for one in sorted(known, key=lambda one: self._steps[named(one)]):
+        known.sort(key=lambda one: self._steps[named(one)])
+        none = [one for one in layouts if named(one) in self._bounds.keys() - self._steps.keys()]
+        known += none[:1]  # or its error
+        for one in known:
+            rest = total - self._spent
             if self.best is None:
-                yield replace(one, time_limit=max(total - self._searched, total / 2))
+                yield replace(one, time_limit=max(rest, total / 2))
+            elif rest > total / 4 and self._close(named(one)):
+                yield replace(one, time_limit=rest)
+
+    def _close(self, name: str) -> bool:
+        """True if a plan of a layout may be better than the best one, by its sketch."""
+        close = self._steps.get(name, inf) < self.best_seconds * CLOSE
+        return close and self._bounds[name] < self.best_seconds
 
     @contextmanager
     def trying(self, options: Options) -> Iterator[None]:
         """Context of planning one layout: among several it may be impossible, or a sketch."""
+        self._began = inf if self.whole is None else time.monotonic()
         try:
             yield
         except Sketched as sketch:
             self._bounded(options, sketch.least_seconds)
-            if sketch.seconds < inf:
+            if self.sketches and sketch.seconds < inf:
                 self._steps[named(options)] = sketch.seconds
-            self.best_seconds = min(self.best_seconds, sketch.seconds)
+                self.best_seconds = min(self.best_seconds, sketch.seconds)
             self.listener.told(f"{named(options)}: {sketch}")
         except NOT_HERE as error:
             if not self.several:
                 raise
             if isinstance(error, NotFoundError):  # there may be one
                 self._bounded(options, self._least)
+            else:
+                self._bounds.pop(named(options), None)  # what was sketched does not fit
             self.listener.told(f"{named(options)}: {error.message}")
-            if self._first is None:
+            if self._first is None or self._making:
                 error.message = f"{named(options)}: {error.message}; nor is there another layout"
                 self._first = error
         finally:
-            self._searched += max(time.monotonic() - self._began, 0.0)
-            self._began = inf
+            self._spent += max(time.monotonic() - self._began, 0.0)
 
     @property
     def elsewhere(self) -> float:
         """Seconds of a step that a plan of the present layout has to be faster than."""
-        return inf if self._making else self.best_seconds
+        return inf if self._making and self.best is None else self.best_seconds
 
     def check(self, least_seconds: float) -> None:
         """Take the seconds that no step of the present layout can take less than.
@@ -125,7 +141,7 @@ class LayoutSearch:
         Raises:
             Sketched: the best one so far takes no longer.
         """
-        self._least, self._began = least_seconds, time.monotonic()
+        self._least, self._began = least_seconds, min(self._began, time.monotonic())
         if least_seconds >= self.elsewhere:
             raise Sketched(least_seconds)
 

@@ -15,8 +15,7 @@ from pdcompile.ir.records import PARTS
 from pdcompile.parts.shard import Division, Split
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.costs.costed_op import plain_name
-from pdcompile.passes.parts.axes import ATTENTION
-from pdcompile.passes.parts.choice import product_flops
+from pdcompile.passes.parts.axes import ATTENTION, Axes
 from pdcompile.passes.parts.families import FAMILIES
 from pdcompile.passes.parts.layouts import Cut, Layouts, lay_out, shard_of
 from pdcompile.passes.parts.written import Program, write
@@ -29,12 +28,19 @@ from pdcompile.problem.constraints import smallest_conflict
 StageOf = Callable[[], Mapping[str, int]]
 
 
-def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = None) -> Capture:
+def in_parts(
+    capture: Capture,
+    training: Training,
+    stage_of: StageOf | None = None,
+    *,
+    evaluates: bool = True,
+) -> Capture:
     """The program of one part of each stage, in both modes; by width where the split is "auto", or
     else by samples.
 
     Args:
         stage_of: gives the stage of each op of training, where some stages are whole.
+        evaluates: False: evaluation stays whole, as nothing but training is to be planned.
 
     Raises:
         ConfigError: nothing divides in this way, or not into so many parts; with splits that do.
@@ -50,7 +56,7 @@ def in_parts(capture: Capture, training: Training, stage_of: StageOf | None = No
     errors: list[ConfigError] = []
     for split in _families(training):
         try:
-            found = _divided(capture, replace(training, split=split), cuts)
+            found = _divided(capture, replace(training, split=split), cuts, evaluates=evaluates)
         except ConfigError as error:
             errors.append(error)
             continue
@@ -125,14 +131,18 @@ def _others(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> str:
     return f"split={' or '.join(found)}" if found else "parts=1"
 
 
-def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Capture:
+def _divided(
+    capture: Capture, training: Training, cuts: tuple[Cut, Cut], *, evaluates: bool = True
+) -> Capture:
     parts, split = training.most_parts, training.split
     _refuse_unequal(training)
     wishes = [Wished(*one) for one in training.module_splits]
     laid_out = partial(lay_out, family=split, parts=parts, splits=wishes)
-    evaluation = write(laid_out(capture.eval, cut=cuts[1]))
+    evaluation = write(laid_out(capture.eval, cut=cuts[1])) if evaluates else None
     layouts = laid_out(capture.train, outputs=training.keeps_outputs, cut=cuts[0])
-    if layouts.shards != evaluation.shards:  # logits that training does not show may stay split
+    if (
+        evaluation and layouts.shards != evaluation.shards
+    ):  # logits that training does not show may stay split
         layouts = laid_out(capture.train, cut=cuts[0])
     train = write(layouts)
     whole = {op.name for op in train.graph.ops if op.target == f"{PARTS}.gather"}
@@ -144,7 +154,8 @@ def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Cap
     stage_of = {op.name: cuts[0].stage_of.get(train.belongs.get(op.name, op.name), 0)
                 for op in train.graph.ops} if cuts[0].stage_of else {}  # fmt: skip
     division = Division(parts, split, dict(train.shards), train.summed, outputs, stage_of)
-    _check_alike(evaluation, division)
+    if evaluation:
+        _check_alike(evaluation, division)
     notes = [*train.graph.notes, *train.notes, *layouts.notes, *_stay_whole(layouts)]
     if stage_of:
         each = ", ".join(map(str, cast(tuple[int, ...], training.parts)))
@@ -153,7 +164,8 @@ def _divided(capture: Capture, training: Training, cuts: tuple[Cut, Cut]) -> Cap
             "as fast as its parts together, and is fixed; the certificate is of what else is open"
         )
     graph = replace(train.graph, notes=tuple(notes))
-    return replace(capture, train=graph, eval=evaluation.graph, division=division)
+    evaluated = evaluation.graph if evaluation else capture.eval
+    return replace(capture, train=graph, eval=evaluated, division=division)
 
 
 def _refuse_unequal(training: Training) -> None:
@@ -176,7 +188,7 @@ def _refuse_unequal(training: Training) -> None:
 def _stay_whole(layouts: Layouts) -> Iterator[str]:
     """A note on products that stay whole in spite of the split: each part computes all of them."""
     if layouts.stays:
-        total = sum(product_flops(layouts.graph).values())
+        total = sum(Axes.of(layouts.graph).products.values())
         share = sum(one.flops for one in layouts.stays) / max(total, 1)
         shown = some([f"{one.op} ({one.source}): {one.reason}" for one in layouts.stays], 3)
         yield f"{100 * share:.2g} % of the operations stay whole, on each part: {shown}"

@@ -7,10 +7,16 @@ be split, each part computing its own share; what is whole may not, in this op.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self, cast
 
 from pdcompile.ir.graph import GRADIENT, Op, OpGraph, Value
+from pdcompile.passes.costs.costed_op import costed_ops
+from pdcompile.passes.costs.flops import forward_flops, rule_of
 from pdcompile.passes.parts.atoms import Atom, Run, extent, fresh, join, leaves
 from pdcompile.passes.parts.calls import Call, Operand, extents
 from pdcompile.passes.parts.in_place import written_storages
@@ -88,11 +94,12 @@ class OpAxes:
         loop = self.loops.get(self.vocabulary)
         return next(iter(leaves(loop.run)), None) if loop else None
 
-    @property
+    @cached_property
     def whole(self) -> Way:
         return Way(None, (WHOLE,) * len(self.call.operands))
 
-    def ways(self) -> list[Way]:
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
         """Every way to split it whose layouts can be written, in order of its loops.
 
         Operands with the axis are S, others are read whole (R); last, that on shares of a sum (P).
@@ -112,7 +119,7 @@ class OpAxes:
                               for n in range(len(self.call.operands)))  # fmt: skip
                 made = {0: SUM} if loop.kind == "sum" else made if loop.kind == "free" else {}
                 found.append(Way(axis, wants, made, added, WHOLE if added else None))
-        return [*found, *self._of_shares(found)]
+        return (*found, *self._of_shares(found))
 
     def _of_shares(self, ways: Sequence[Way]) -> Iterator[Way]:
         """The way that takes shares and makes some: elsewhere than in products nothing is split."""
@@ -156,6 +163,7 @@ class Axes:
         values: dimensions of each value that is a tensor.
         tensors: dimensions of each tensor of the model.
         ops: how each op divides, by name, in order.
+        products: operations of each op of the matmul family.
     """
 
     def __init__(self, graph: OpGraph) -> None:
@@ -172,12 +180,24 @@ class Axes:
             self.tensors[fqn] = tuple(fresh(extent(size)) for size in info.shape)
             for alias in info.aliases:
                 self.tensors[alias] = self.tensors[fqn]
+        calls = costed_ops(graph, graph.batch_size)
+        self.products = {c.op.name: forward_flops(c) for c in calls if rule_of(c).product}
         for op in graph.ops:
             found = self.ops[op.name] = self._divided(op)
             if graph.values[op.name].is_tensor:
                 self.values[op.name] = found.results[0]
             else:
                 self._items[op.name] = found.results
+
+    @classmethod
+    def of(cls, graph: OpGraph) -> Self:
+        """The axes of a graph, found once for all the ways to divide it; its `ops` may be set."""
+        if (found := next((one for one in _known if one.graph is graph), None)) is None:
+            found = cls(graph)
+            _known.append(found)
+        own = copy(found)
+        own.ops = dict(found.ops)
+        return cast(Self, own)
 
     def _divided(self, op: Op) -> OpAxes:
         call = Call(op, self.graph)
@@ -265,6 +285,9 @@ class Axes:
 
     def _dims(self, operand: Operand) -> Dims:
         return self.tensors[operand.name] if operand.of_model else self.values[operand.name]
+
+
+_known: deque[Axes] = deque(maxlen=2)  # a model in training and evaluation
 
 
 def _viewed(call: Call, dims: Mapping[int, Dims], results: Mapping[int, Dims]) -> OpAxes:

@@ -13,10 +13,8 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from pdcompile.ir.graph import Attr, OpGraph, walk
+from pdcompile.ir.graph import Attr, walk
 from pdcompile.parts.shard import Split
-from pdcompile.passes.costs.costed_op import costed_ops
-from pdcompile.passes.costs.flops import forward_flops, rule_of
 from pdcompile.passes.parts.asked import Asked
 from pdcompile.passes.parts.atoms import Atom, leaves
 from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes, OpAxes, Way, item_of, takes_item
@@ -46,8 +44,7 @@ class Choice:
     ) -> None:  # fmt: skip
         self.axes, self.graph, self.parts = axes, axes.graph, parts
         self.kinds = Kinds.of(axes, family, wishes.families)
-        every = product_flops(axes.graph)
-        self.flops = {n: f for n, f in every.items() if axes.ops[n].reason != WHOLE_STAGE}
+        self.flops = {n: f for n, f in axes.products.items() if axes.ops[n].reason != WHOLE_STAGE}
         self.fixed = {name for _, names in wishes.fixed(self.flops) for name in names}
         self.ways: dict[str, Way] = {}
         self._maker: dict[str, str] = {}  # of each item that is taken out of a container
@@ -281,9 +278,3 @@ def _looks_up(op: OpAxes, way: Way) -> bool:
     ids = op.dims[op.call.role(0, "input") or 0] if op.call.name == "embedding" else ()
     samples = any(atom.extent.power for run in ids for atom in leaves(run))
     return samples and way.axis is op.classes
-
-
-def product_flops(graph: OpGraph) -> dict[str, int]:
-    """Operations of each op of the matmul family."""
-    calls = costed_ops(graph, graph.batch_size)
-    return {c.op.name: forward_flops(c) for c in calls if rule_of(c).product}

@@ -103,7 +103,7 @@ class Kinds:
     def allowed(self, op: OpAxes) -> list[Way]:
         """The ways of an op along axes of the family."""
         family = self.family_of(op)
-        kinds = {way: self.kind(way.axis, family) for way in op.ways() if way.axis}
+        kinds = {way: self.kind(way.axis, family) for way in op.ways if way.axis}
         numbered = op.classes if op.call.name == GROUPED or not self.by_width(op) else None
         return [
             way for way, kind in kinds.items() if kind in FAMILIES[family]
@@ -142,7 +142,7 @@ def _name(op: OpAxes, weights: set[str], names: dict[Atom, str]) -> None:
     """Notes heads: what both factors of a product of activations have, and its result too."""
     read = op.call.operands
     made = {i for i, one in enumerate(read) if not one.of_model and one.name not in weights}
-    for way in op.ways():
+    for way in op.ways:
         split = {i for i in made if way.operands[i].kind == "S"}
         if way.axis and not way.axis.extent.power and len(split) > 1 and way.result != SUM:
             names.setdefault(way.axis, "heads")
@@ -152,7 +152,7 @@ def _experts(op: OpAxes, weights: Collection[str]) -> Iterator[Atom | None]:
     """Axes along which the rows of an op have a matrix each."""
     if op.call.name == GROUPED:
         yield op.classes
-    for way in op.ways():
+    for way in op.ways:
         split = {i for i, one in enumerate(way.operands) if one.kind == "S"}
         matrices = _matrices(op, way, weights)
         if matrices and split - matrices and way.result.kind == "S" and "conv" not in op.call.name:

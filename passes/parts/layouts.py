@@ -129,7 +129,7 @@ def lay_out(
             where="split",
             remedy="split='samples' or another one",
         )
-    axes, cut = Axes(graph), cut or Cut()
+    axes, cut = Axes.of(graph), cut or Cut()
     for name, stage in cut.stage_of.items():
         if cut.parts[stage] == 1:
             axes.ops[name] = replace(axes.ops[name], loops={}, reason=WHOLE_STAGE)

@@ -157,19 +157,22 @@ class PlanSearch:
             return branch.left_out
         if trials.some and trials.tried - tried >= MAX_TRIED:  # without a plan, time alone ends it
             return f"{MAX_TRIED} plans were tried"
-        begun = trials.seen or trials.budget.stopped  # one is tried at least
+        begun = trials.seen or trials.budget.stopped or self.sketch  # one is tried at least
         return "time was over" if begun and trials.over(until) else ""
 
     def improve(self) -> None:
         """Move groups of the best candidate over a boundary as long as that helps."""
-        trials, left, moved = self.trials, MAX_MOVES, True
+        trials, left, kept = self.trials, MAX_MOVES, 0.0
+        moved = not (self.sketch and self._large)
         gain = EXACT if trials.found and trials.quick(trials.best) else GAIN
+        if self.tolerance > 0 and trials.found and not self.sketch:
+            kept = 2 * trials.making(trials.best, anew=True)  # of a cut at borders, if it is faster
         while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
             moved, best = False, trials.best
             own, decide = best.setting.num_microbatches, self.space.decides_recomputation
             for one in neighbours(self._prepared(own), self.cluster, best, decide=decide):
                 left -= 1
-                if left < 0 or trials.over(1.0):
+                if left < 0 or trials.over(1.0) or self.budget.left < kept:
                     return
                 trials.offer(one, now=True, gain=gain)
                 if trials.best is not best:
@@ -182,6 +185,11 @@ class PlanSearch:
             self.floor, self.relaxed = bound, branch is not None and bool(branch.space.placement)
         if why not in self.unproved:
             self.unproved.append(why)
+
+    @property
+    def _large(self) -> bool:
+        """True if not all cuts are tried."""
+        return not self._prepared(self.space.microbatches[0]).complete
 
     # -- problems ----------------------------------------------------------------------------
 
@@ -230,7 +238,7 @@ class PlanSearch:
 
     def _below(self, branch: Branch) -> float:
         """The objective that candidates of a branch have to be below; 0 where time is over."""
-        late = self.trials.seen and self.trials.over(1.0)
+        late = (self.trials.seen or self.sketch) and self.trials.over(1.0)
         return 0.0 if late else self.trials.below / branch.setting.scale
 
     def result(self) -> Plan:
@@ -247,7 +255,7 @@ class PlanSearch:
         if not self.trials.found:
             if self.budget.stopped:
                 raise KeyboardInterrupt
-            if self.elsewhere < math.inf:
+            if self.elsewhere < math.inf or (self.sketch and self.unproved):
                 least = min(self.trials.least.values(), default=math.inf)
                 raise Sketched(min(self.floor, self.elsewhere), least)
             raise no_plan(
@@ -309,7 +317,8 @@ def _preferred(
     found, making = evaluation(problem, search.cluster, candidate), trials.making(candidate)
 
     def fits(stage_of: tuple[int, ...]) -> bool:
-        return trials.filled(replace(candidate, stage_of=stage_of)) <= 1
+        one = replace(candidate, stage_of=stage_of)
+        return trials.may_fit(one, search.whole.left) and trials.filled(one) <= 1
 
     left = search.whole.left - making
     stage_of, judged, notes = _prefer(search, found, candidate.setting, certificate, left, fits)
@@ -473,7 +482,7 @@ def best_plan(
     if space.sharing and _numbered(problem_at(space.microbatches[0])):
         space = replace(space, sharing=())  # there a stage of that number is another one
     seconds = DEFAULT_SECONDS if time_limit is None else time_limit
-    kept = min(LONGEST, PREFERRING * seconds) if tolerance > 0 else 0.0
+    kept = min(LONGEST, PREFERRING * seconds) if tolerance > 0 and not sketch else 0.0
     with Budget(seconds) as whole:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,

@@ -17,11 +17,12 @@ from pdcompile.batch.call import example_call
 from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.driver import build
-from pdcompile.errors import ConfigError, InfeasibleError, LaunchError
+from pdcompile.errors import ConfigError, InfeasibleError, LaunchError, NotFoundError
 from pdcompile.layout_search import LayoutSearch
 from pdcompile.options import Options
 from pdcompile.options.layouts import SPLITS, layouts, named
 from pdcompile.pass_runner import Listener
+from pdcompile.passes.planning.search.trials import Sketched
 from tests.helpers.launch import processes
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree
 
@@ -57,24 +58,44 @@ def planned(cluster: Cluster, width: int = 512, **options: Any) -> Compiled:
 
 
 def test_layouts_leave_their_time_to_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is impossible takes none, one that searches what it took; each has enough for a
-    first plan."""
+    """One that is impossible takes none, others what they took, to divide the model too; each has
+    enough for a first plan."""
     clock = [0.0]
     monkeypatch.setattr(layout_search.time, "monotonic", lambda: clock[0])
+    captured: Any = object()
 
-    def limits(seconds: list[float]) -> Iterator[float | None]:
+    def limits(seconds: list[float], dividing: float = 0.0) -> Iterator[float | None]:
         given = [Options.given({"parts": 2, "time_limit": 60.0})] * len(seconds)
         search = LayoutSearch(True, Listener())
         for one, spent in zip(search.turns(given), seconds, strict=True):
             yield one.time_limit
+            search.whole = search.whole or (captured if dividing else None)
             with search.trying(one):
+                clock[0] += dividing
                 if spent > 0:
                     search.check(1.0)
                     clock[0] += spent
                 raise ConfigError("impossible")
 
     assert [*limits([0.0, 8.0, 8.0, 8.0])] == [30 / 4, 30 / 3, 22 / 2, 14]
-    assert [*limits([5.0] * 20)] == [5.0] * 20  # 100 s, of 30
+    assert [*limits([8.0] * 4, dividing=2.0)] == [30 / 4, 20 / 3, 10 / 2, 3.0]
+    assert [*limits([5.0] * 20)] == [3.0] * 20  # 100 s, of 30
+
+
+def test_where_no_sketch_has_a_plan_one_layout_is_searched_for_its_error() -> None:
+    given = [Options.given({"parts": 1}), *(Options.given({"parts": n}) for n in (2, 4))]
+    search, seen = LayoutSearch(True, Listener()), []
+    for one in search.turns(given):
+        seen.append((one.parts, search.sketches))
+        with search.trying(one):
+            if one.parts == 1:
+                raise ConfigError("impossible")
+            if search.sketches:
+                raise Sketched(1.0)
+            raise NotFoundError("none was found that fits", where="memory")
+    assert seen == [(1, True), (2, True), (4, True), (2, False)]
+    with pytest.raises(NotFoundError, match="none was found"):
+        search.fastest()
 
 
 def test_layouts_stay_inside_the_innermost_links() -> None:

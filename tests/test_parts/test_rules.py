@@ -318,7 +318,7 @@ def divided(found: OpAxes, draw: st.DataObject) -> None:
 
 
 def ways_of(found: OpAxes) -> Iterator[tuple[Way, int]]:
-    for way in found.ways():
+    for way in found.ways:
         for parts in (2, 3):
             if divides(way.axis, parts):
                 yield way, parts
@@ -330,7 +330,7 @@ def test_a_pool_without_samples_stays_whole(size: int) -> None:
     case = function(f"{F}max_pool{size}d", "x:6,6,8" if size == 2 else "x:6,8", x, 3, 1, 1)
     given = operands_of(case)
     graph, op = graph_of(case, given, run(Op("made", **kind(case)), given))
-    assert not Axes(graph).ops[op.name].ways()
+    assert not Axes(graph).ops[op.name].ways
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -339,7 +339,7 @@ def test_parts_of_an_op_are_the_op(case: Case) -> None:
     graph, op = graph_of(case, given, run(Op("made", **kind(case)), given))
     found = Axes(graph).ops[op.name]
     assert found.reason == ""
-    assert len(found.ways()) >= case.ways
+    assert len(found.ways) >= case.ways
     for way, parts in ways_of(found):
         check_way(graph, found, way, parts, given)
 

@@ -6,12 +6,15 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition.space.search_branches import Branch
+from pdcompile.passes.planning.search import trials as trials_of_search
 from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import Trials
 from pdcompile.plan import Plan
@@ -82,8 +85,8 @@ def test_what_is_likely_to_be_fastest_is_cut_first(monkeypatch: pytest.MonkeyPat
         order.append(estimates.pop(id(self)))
         return likely(self, share)
 
-    def judged(self: FirstPlans) -> None:
-        judge(self)
+    def judged(self: FirstPlans, until: float) -> None:
+        judge(self, until)
         least.append(self.trials.below_with_gain)
 
     monkeypatch.setattr(FirstPlans, "_estimate", estimated)
@@ -93,6 +96,36 @@ def test_what_is_likely_to_be_fastest_is_cut_first(monkeypatch: pytest.MonkeyPat
     searched(500.0, Told(), layers=100)
     assert order == sorted(order)
     assert min(estimates.values(), default=float("inf")) >= least[0]
+
+
+def test_every_setting_is_first_sought_in_all_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though plans of others took so much that they may lack some."""
+    likely, shares = Branch.likely, dict[int, list[float]]()
+    kept = list[Branch]()  # or a number might come again
+
+    def made(self: Branch, share: float) -> Iterator[Candidate]:
+        kept.append(self)
+        shares.setdefault(id(self), []).append(share)
+        return likely(self, share)
+
+    monkeypatch.setattr(Branch, "likely", made)
+    monkeypatch.setattr(Trials, "quick", lambda *_: False)
+    monkeypatch.setattr(FirstPlans, "_bound", lambda _: None)
+    searched(10.0, Told(), 10**9)
+    assert {each[0] for each in shares.values()} == {1.0}
+
+
+def test_no_plan_is_made_without_time_or_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: Any = object.__new__(Trials)
+    trials.beyond, trials.cluster, trials._made = {"1f1b": 1.02}, None, {}
+    candidate: Any = SimpleNamespace(setting=SimpleNamespace(schedule="1f1b"))
+    monkeypatch.setattr(Trials, "making", lambda *_: 5.0)
+    monkeypatch.setattr(Trials, "_problem", lambda *_: None)
+    for share, left, may in ((0.97, 6.0, True), (0.97, 4.0, False), (0.99, 6.0, False)):
+        monkeypatch.setattr(trials_of_search, "timed", lambda *_, share=share: (1.0, share))
+        assert trials.may_fit(candidate, left) is may
 
 
 def test_plans_with_room_to_spare_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

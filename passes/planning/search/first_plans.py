@@ -43,8 +43,6 @@ class FirstPlans:
     prepared_at: Callable[[int], PreparedProblem]
     sharing: Sequence[Branch] = ()
     bounds: dict[Setting, float] = field(default_factory=dict)
-    #: by schedule, the share of the memory that stages may take by the planner's formula
-    memory: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cluster = self.trials.cluster
@@ -59,28 +57,30 @@ class FirstPlans:
 
     def run(self) -> None:
         """Judge plans of all settings, the fastest first, and bound every setting by the best."""
-        self._judge()
+        complete = self.prepared_at(self.space.microbatches[0]).complete
+        rough = self.trials.sketch and not complete  # what else there is says little in its time
+        self._judge(1.0 if rough else JUDGING)
+        self.trials.settle(JUDGING, likely=True)
         self.settings.sort(key=self.bounds.__getitem__)
-        self._bound()
+        if not rough:
+            self._bound()
         self.trials.settle(SETTLING, likely=True)
 
-    def _judge(self) -> None:
+    def _judge(self, until: float) -> None:
         """Cut what may be fastest first and try it, until all else is slower; what may lack memory
         comes again with a smaller share of it."""
-        trials, ticket = self.trials, count()
+        trials, ticket, sure = self.trials, count(), 1.0 if self.trials.sketch else SURE
         heap = [(self._estimate(branch), next(ticket), branch) for branch in self._branches()]
         heapq.heapify(heap)
-        while heap and not trials.over(JUDGING):
+        while heap and not trials.over(until):
             seconds, _, branch = heapq.heappop(heap)
             if trials.seen and seconds >= trials.below_with_gain:
                 break
-            schedule, less = branch.setting.schedule, 1.0
-            share = min(branch.seats.share, self.memory.get(schedule, 1.0))
+            share, less = branch.seats.share, 1.0
             for one in branch.likely(share):
-                if (taken := trials.offer(one)) > SURE:
+                if (taken := trials.offer(one)) > sure:
                     seconds, less = self._seconds(one), min(less, SPARING * SURE / taken)
             if less < 1 and share * less > LEAST and not branch.space.placement:
-                self.memory[schedule] = share * less
                 branch.seats = replace(branch.seats, share=share * less)
                 heapq.heappush(heap, (seconds, next(ticket), branch))
 

@@ -133,9 +133,10 @@ class Trials:
         return self.making(candidate, anew=True) < QUICK * (self.budget.spent + self.budget.left)
 
     def over(self, share: float) -> bool:
-        """True if that share of the time is over, without what making the best plan takes."""
+        """True if that share of the time is over, without what making a plan takes."""
         whole = max(self.budget.spent + self.budget.left, 1e-9)
-        left = max(whole - (self.making(self.best) if self.found else 0.0), 0.0)
+        making = self.making(self.best, anew=not self.sketch) if self.found else 0.0
+        left = max(whole - making, 0.0)
         return self.budget.late or self.budget.spent > share * left
 
     def making(self, candidate: Candidate, *, anew: bool = False) -> float:
@@ -166,8 +167,10 @@ class Trials:
             self._slower(candidate, seconds * scale)
             return 0.0
         self.tried += 1
-        if share <= 1 and (now or share <= SURE or self.quick(candidate)):
+        if share <= 1 and (now or self.sketch or share <= SURE or self.quick(candidate)):
             return self._judge(seconds * scale, candidate, share)
+        if self.sketch and not self.quick(candidate):
+            return share
         self.waiting.append((seconds * scale, share, candidate))
         return share
 
@@ -189,9 +192,17 @@ class Trials:
     def _expected(self, share: float, candidate: Candidate) -> float:
         return share * self.beyond.get(candidate.setting.schedule, 1.0)
 
+    def may_fit(self, candidate: Candidate, left: float) -> bool:
+        """True if its plan can be made in that time, and fits as far as plans of its schedule
+        tell."""
+        if self.making(candidate) > left:
+            return False
+        _, share = timed(self._problem(candidate), self.cluster, candidate)
+        return self._expected(share, candidate) <= 1
+
     def _judge(self, seconds: float, candidate: Candidate, share: float) -> float:
         """Make it the best if it fits; the share of its memory that a rank takes."""
-        if share > SURE or self.quick(candidate):
+        if (share > SURE and not self.sketch) or self.quick(candidate):
             share = self.filled(candidate)
         if share > 1:
             return share
