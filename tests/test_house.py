@@ -21,9 +21,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_433,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_974),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_696),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_688),
     "trace": (("passes/trace",), 6_651),
-    "costs": (("passes/costs", "passes/profile"), 3_666),
+    "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         9_563,

@@ -8,7 +8,6 @@ than all else takes of recording a model, or of rehearsing a stage.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -45,29 +44,20 @@ class _Unlike(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """The form of a fake tensor; `views`: it shares the storage of the first argument."""
-
+class _Known:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     device: torch.device
-    views: bool
-
-    @staticmethod
-    def of(fake: FakeTensor, *, views: bool) -> Known:
-        return Known(
-            tuple(fake.shape), fake.stride(), int(fake.storage_offset()), fake.dtype,
-            fake.fake_device, views,
-        )  # fmt: skip
+    views: bool  # whether the result shares the storage of the first argument
 
 
 class KnownResults:
     """The forms of results, by op and forms of the arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Known | None] = {}
+        self._known: dict[Any, _Known | None] = {}
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``func(*args, **kwargs)``, to be called below autograd and above the fake mode."""
@@ -79,8 +69,8 @@ class KnownResults:
             return func(*args, **kwargs)
         key = func, form, torch.get_default_dtype(), torch.is_inference_mode_enabled()
         known = self._known.get(key, self)
-        if isinstance(known, Known):
-            return made_like(known, args)
+        if isinstance(known, _Known):
+            return _made(known, args)
         result = func(*args, **kwargs)
         if known is self:  # never seen: None is a form that is not known
             if len(self._known) >= MOST:
@@ -145,7 +135,7 @@ def _is_plain(fake: FakeTensor) -> bool:
     )
 
 
-def _form_of(func: Any, args: tuple[Any, ...], result: Any) -> Known | None:
+def _form_of(func: Any, args: tuple[Any, ...], result: Any) -> _Known | None:
     """The form of a result; None where one made of it would not be the same."""
     given = tensors_among(args)
     if type(result) is not FakeTensor or not _is_plain(result) or result.requires_grad:
@@ -155,15 +145,17 @@ def _form_of(func: Any, args: tuple[Any, ...], result: Any) -> Known | None:
     # A view is one of the first argument.
     if shares is not func.is_view or (shares and not (len(given) == 1 and given[0] is args[0])):
         return None
-    known = Known.of(result, views=shares)
-    made = made_like(known, args)
+    known = _Known(
+        tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype,
+        result.fake_device, shares,
+    )  # fmt: skip
+    made = _made(known, args)
     alike = dispatch_keys(made) == dispatch_keys(result)
     alike &= made.untyped_storage().nbytes() == result.untyped_storage().nbytes()
     return known if alike else None
 
 
-def made_like(known: Known, args: Sequence[Any]) -> FakeTensor:
-    """A fake tensor of a form, in the mode of the first one among the arguments."""
+def _made(known: _Known, args: tuple[Any, ...]) -> FakeTensor:
     first = args[0]
     while type(first) is not FakeTensor:  # of a list of tensors
         first = first[0]

@@ -12,7 +12,6 @@ import torch
 
 from pdcompile.ir.graph import OpGraph, fingerprint
 from pdcompile.passes.costs.costed_op import GraphIndex
-from pdcompile.passes.costs.rehearsal.alike_ops import AlikeOps
 from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
 from pdcompile.passes.costs.rehearsal.rehearse import from_outside, outside, staged, storages_in
 from pdcompile.passes.costs.workspaces import HOST, Kernels
@@ -37,8 +36,7 @@ def new_of(kept: KeptStorages) -> dict[str, int]:
 
 _CACHED_GRAPHS = 8
 #: by microbatch size, graph and kernels
-Key = tuple[int, str, Kernels, bool]
-_cache: dict[Key, KeptStorages] = {}
+_cache: dict[tuple[int, str, Kernels, bool], KeptStorages] = {}
 
 
 def new_bytes(graph: OpGraph, b: int, kernels: Kernels = HOST) -> dict[str, int]:
@@ -47,26 +45,24 @@ def new_bytes(graph: OpGraph, b: int, kernels: Kernels = HOST) -> dict[str, int]
     key = _key(graph, b, kernels)
     others = [one for one in _cache if one[1:] == key[1:]]
     if key in _cache or len(others) < 2:
-        return new_of(kept_storages(graph, b, kernels, key))
+        return new_of(kept_storages(graph, b, kernels))
     first, last = min(others), max(others)
     share, low = (b - first[0]) / (last[0] - first[0]), new_of(_cache[first])
     high = new_of(_cache[last])
     return {name: max(0, round(low[name] + share * (high[name] - low[name]))) for name in low}
 
 
-def _key(graph: OpGraph, b: int, kernels: Kernels) -> Key:
+def _key(graph: OpGraph, b: int, kernels: Kernels) -> tuple[int, str, Kernels, bool]:
     return b, fingerprint(graph), kernels, bool(torch.backends.mkldnn.enabled)  # kernels differ
 
 
-def kept_storages(
-    graph: OpGraph, b: int, kernels: Kernels = HOST, key: Key | None = None
-) -> KeptStorages:
+def kept_storages(graph: OpGraph, b: int, kernels: Kernels = HOST) -> KeptStorages:
     """Finds what autograd keeps of one microbatch of size b, by op.
 
     Parameters, the caller's inputs and views of these are not counted.  An op that cannot run keeps
     what `guessed` says.
     """
-    key = key or _key(graph, b, kernels)
+    key = _key(graph, b, kernels)
     if key not in _cache:
         if len(_cache) >= _CACHED_GRAPHS:
             del _cache[next(iter(_cache))]
@@ -92,18 +88,11 @@ def _kept(graph: OpGraph, index: GraphIndex, kernels: Kernels) -> KeptStorages:
             return {one._cdata: one.nbytes() for one in found}
 
         by_op: dict[str, Storages] = {}
-        alike, known = AlikeOps(stage), AlikeOps.known_of(graph)
         for op in graph.ops:
-            key, read = alike.key(op, env) if known else (None, [])
-            if again := alike.again(key, read):
-                env[op.name], kept = again
-                by_op[op.name] = {at: n for at, n in kept.items() if at not in not_counted}
-                continue
             with stage.meter, saved_storages() as saved:
                 try:
                     env[op.name] = stage.checked(op, stage.result(op, env))
                 except Exception:  # of a user's op
-                    key, env[op.name] = None, stage.imitated(op, env)
-            alike.note(key, read, env[op.name], saved)
+                    env[op.name] = stage.imitated(op, env)
             by_op[op.name] = counted(saved.values())
     return by_op
