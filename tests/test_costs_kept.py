@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes import trace
-from pdcompile.passes.costs.rehearsal.alike_ops import AlikeOps
 from pdcompile.passes.costs.rehearsal.kept_storages import kept_storages, new_bytes, new_of
 from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
-from pdcompile.passes.costs.rehearsal.rehearse import Stage
 from pdcompile.releases.torch_internals import FakeTensor
 from tests.helpers import models
 
@@ -124,36 +122,6 @@ def test_bytes_of_a_third_size_follow_from_two(name: str, monkeypatch: pytest.Mo
     for b, of_ops in found.items():
         assert of_ops == new_of(kept_storages(graph, b))
     assert any(found[1][name] < found[5][name] < found[24][name] for name in found[5])
-
-
-class Layer(nn.Module):
-    """A block with a residual, views of one product, a draw and an op that keeps its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, gate, more = self.up(self.norm(x)).chunk(3, dim=1)
-        mixed = nn.functional.dropout(torch.softmax(first, 1) * gate.sigmoid(), 0.1)
-        return x + self.down(mixed + more.t().contiguous().t())
-
-
-def test_equal_layers_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What autograd keeps of the others follows, storage by storage; of one that is unlike not."""
-    model = nn.Sequential(*(Layer() for _ in range(4)))
-    model[2].down.weight.requires_grad_(False)  # of which autograd keeps less
-    graph, ran, own = trace.trace(model, torch.rand(4, 8)), [], Stage.result
-    monkeypatch.setattr(Stage, "result", lambda *a: ran.append(a[1].name) or own(*a))
-    monkeypatch.setattr("pdcompile.passes.costs.rehearsal.kept_storages._cache", {})
-    kept = kept_storages(graph, 4)
-    assert {op: sorted(kept[op].values()) for op in kept} == kept_really(
-        graph, model, torch.rand(4, 8)
-    )
-    assert len(ran) < len(graph.ops) / 2
-    monkeypatch.setattr("pdcompile.passes.costs.rehearsal.kept_storages._cache", {})
-    monkeypatch.setattr(AlikeOps, "known_of", lambda _: False)
-    assert new_of(kept) == new_of(kept_storages(graph, 4))  # shared storages count once
 
 
 class Rectified(nn.Module):
