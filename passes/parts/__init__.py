@@ -140,9 +140,7 @@ def _divided(
     laid_out = partial(lay_out, family=split, parts=parts, splits=wishes)
     evaluation = write(laid_out(capture.eval, cut=cuts[1])) if evaluates else None
     layouts = laid_out(capture.train, outputs=training.keeps_outputs, cut=cuts[0])
-    if (
-        evaluation and layouts.shards != evaluation.shards
-    ):  # logits that training does not show may stay split
+    if evaluation and layouts.shards != evaluation.shards:  # hidden logits may stay split
         layouts = laid_out(capture.train, cut=cuts[0])
     train = write(layouts)
     whole = {op.name for op in train.graph.ops if op.target == f"{PARTS}.gather"}
