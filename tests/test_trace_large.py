@@ -56,9 +56,9 @@ def test_forward_runs_at_three_sizes_in_both_modes(
         return torch.dropout(self.lin(x).view(len(x), 2, 4).flatten(1), 0.5, self.training).sum()
 
     found = capture(make(forward), 4)
-    assert modes == [(mode, n) for mode in (True, False) for n in (4, 65, 1)]
+    assert modes == [(mode, n) for mode in (True, False) for n in (4, 120, 1)]
     for graph in (found.train, found.eval):
-        assert (graph.sizes.smallest, graph.sizes.largest) == (1, 65)
+        assert (graph.sizes.smallest, graph.sizes.largest) == (1, 120)
 
 
 def test_one_sample_is_recorded_at_three_sizes(modes: list[tuple[bool, int]]) -> None:
@@ -69,7 +69,7 @@ def test_one_sample_is_recorded_at_three_sizes(modes: list[tuple[bool, int]]) ->
 
 def test_two_samples_are_enough_for_a_model_that_refuses_one() -> None:
     found = capture(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), 6)
-    assert (found.train.sizes.smallest, found.train.sizes.largest) == (2, 97)
+    assert (found.train.sizes.smallest, found.train.sizes.largest) == (2, 120)
     assert "more than 1 value" in found.train.sizes.below
 
 
@@ -80,7 +80,7 @@ def test_what_the_upper_end_cannot_do_the_usual_sizes_may(
         return self.lin(x).sum() if len(x) <= 50 else x.sum()
 
     found = capture(make(forward), 2).train
-    assert [size for _, size in modes][:2] == [2, 61]
+    assert [size for _, size in modes][:2] == [2, 120]
     assert found.sizes.largest == 33
 
 
@@ -91,6 +91,21 @@ def test_two_sizes_alone_do_not_say_that_a_number_is_linear(
     monkeypatch.setattr(attempt, "MANY_OPS", 0)
     found = capture(make(lambda self, x: self.lin(x).sum() * torch.ones(len(x) ** 2).sum()), 16)
     assert (found.train.sizes.smallest, found.train.sizes.largest) == (16, 16)
+
+
+@pytest.mark.parametrize("size", [2, 5, 9, 34])
+@pytest.mark.parametrize("divisor", [2, 3, 4, 8])
+def test_divisibility_that_no_question_shows_is_seen(size: int, divisor: int) -> None:
+    """Padding to a multiple, by a number that Python has made plain."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        padded = nn.functional.pad(self.lin(x), (0, 0, 0, -int.__int__(len(x)) % divisor))
+        return padded.mean() if int.__int__(len(x)) % divisor else x.sum()
+
+    found = capture(make(forward), size)
+    for graph in (found.train, found.eval):
+        alike = {bool(n % divisor) for n in range(graph.sizes.smallest, graph.sizes.largest or 0)}
+        assert len(alike) <= 1, graph.sizes
 
 
 def test_what_we_ask_of_sizes_is_no_question_of_the_model(modes: list[tuple[bool, int]]) -> None:
@@ -105,7 +120,7 @@ def test_what_we_ask_of_sizes_is_no_question_of_the_model(modes: list[tuple[bool
         return (self.lin(x) * mask * (len(x) != 1)).sum()
 
     assert capture(make(forward), 64).train.sizes.smallest == 2
-    assert modes == [(mode, n) for mode in (True, False) for n in (64, 1025, 1, 2)]
+    assert modes == [(mode, n) for mode in (True, False) for n in (64, 1080, 1, 2, 3)]
 
 
 def repeats_unless_single(self: nn.Module, x: Tensor) -> Tensor:

@@ -98,6 +98,27 @@ def _new_generator(self: nn.Module, x: Tensor) -> Tensor:
     return self.lin(x) + torch.rand(8, generator=torch.Generator())
 
 
+_state, _draw, _restore = random.getstate, random.random, random.setstate
+_of_numpy, _seed_numpy, _draw_numpy, _restore_numpy = (
+    np.random.get_state, np.random.seed, np.random.rand, np.random.set_state,
+)  # fmt: skip
+
+
+def _python_put_back(self: nn.Module, x: Tensor) -> Tensor:
+    before = _state()
+    y = self.lin(x) * _draw()
+    _restore(before)
+    return y
+
+
+def _numpy_put_back(self: nn.Module, x: Tensor) -> Tensor:
+    before = _of_numpy()
+    _seed_numpy(7)
+    y = self.lin(x) * float(_draw_numpy())
+    _restore_numpy(before)
+    return y
+
+
 def _numpy_array(self: nn.Module, x: Tensor) -> Tensor:
     return self.lin(x) * torch.from_numpy(np.arange(float(len(x))))[:, None]
 
@@ -120,6 +141,8 @@ CASES: dict[Callable[..., Any], str] = {
     _parameter_value: "__float__",
     _python_random: "not torch's (random)",
     _numpy_random: "not torch's (rand)",
+    _python_put_back: "Python's random module",
+    _numpy_put_back: "numpy.random",
     _seed: "torch's default generator",
     _asks_for_the_seed: "asks for the seed",
     _rebound_buffer: "rebinds ema",
@@ -298,7 +321,7 @@ def test_sizes_at_which_the_model_is_another() -> None:
 
 def test_sizes_of_a_model_that_is_the_same_at_all() -> None:
     sizes = captured(make(lambda self, x: self.lin(x).t().reshape(8, -1).t())).train.sizes
-    assert (sizes.smallest, sizes.largest, sizes.below, sizes.above) == (1, 65, "", "")
+    assert (sizes.smallest, sizes.largest, sizes.below, sizes.above) == (1, 120, "", "")
 
 
 def test_a_loss_with_parameters_belongs_into_the_model() -> None:

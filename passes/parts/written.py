@@ -220,7 +220,9 @@ class _Writer(_Layouts):
         written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None,
                           parts=self.parts)  # fmt: skip
         if layouts.of_samples:
-            written = replace(written, sizes=replace(graph.sizes, multiple=self.parts))
+            sizes = replace(graph.sizes, multiple=self.parts)
+            size = -(-graph.batch_size // self.parts) * self.parts
+            written = replace(written, batch_size=size, sizes=sizes)
         return Program(
             written, self.parts, layouts.shards, layouts.summed, self.belongs, tuple(self.notes)
         )

@@ -52,7 +52,6 @@ class Assumptions:
     refusal: the refusal that led to made-up sizes.
     one_size: the capture may be for the microbatch size alone.
     drawing: functions that draw from numpy's or Python's generator: (module, name in it).
-    draws: something else draws from them, or seeds them, which is to be found.
     """
 
     opaque: Mapping[str, TraceError] = field(default_factory=dict)
@@ -63,7 +62,6 @@ class Assumptions:
     refusal: SizeByValues | None = None
     one_size: bool = False
     drawing: frozenset[tuple[str, str]] = frozenset()
-    draws: bool = False
 
 
 class Refuted(Exception):

@@ -207,17 +207,20 @@ class SizeMerge:
 def few_sizes(microbatch_size: int) -> tuple[int, ...]:
     """The first size and an upper end of the range, whose lower end is to be like them.
 
-    A single sample is itself the lower end, so that another size is needed: one is a multiple of
-    2, 3, 4, 5 and 6, the other of none of them.
+    The upper end is a multiple of small numbers and the lower one is of none, so that a forward in
+    which it matters whether one of them divides the number of samples differs there.  A single
+    sample is itself the lower end, and needs a third size.
     """
-    end = _upper_ends(microbatch_size)[0]
-    return (microbatch_size, end) if microbatch_size > 1 else (1, 60, end)
+    return (
+        (1, 60, 17) if microbatch_size == 1 else (microbatch_size, _upper_ends(microbatch_size)[0])
+    )
 
 
 def _upper_ends(microbatch_size: int) -> tuple[int, ...]:
-    """Upper ends of a range, the largest first; that of a few samples is 61 at least."""
+    """Upper ends of a range, the largest first."""
     ends = {factor * microbatch_size + 1 for factor in (2, 4, 16)}
-    return tuple(sorted(ends | ({61} if 1 < microbatch_size < 4 else set()), reverse=True))
+    many = -(-16 * microbatch_size // 120) * 120
+    return tuple(sorted(ends | ({many} if microbatch_size > 1 else set()), reverse=True))
 
 
 def size_range(
@@ -230,7 +233,9 @@ def size_range(
     """
     below, above = "", ""
     for smallest in sorted({1, 2, min(sizes)}):
-        if smallest in sizes or not (reason := _misfit(record, recordings, sizes, smallest)):
+        odd = (3,) if smallest == 2 and not any(size % 2 for size in sizes) else ()
+        tried = (_misfit(record, recordings, sizes, size) for size in (smallest, *odd))
+        if smallest in sizes or not (reason := next(filter(None, tried), "")):
             break
         below = reason
     for largest in _upper_ends(sizes[0]):

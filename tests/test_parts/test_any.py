@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pdcompile.errors import ConfigError, InfeasibleError, LaunchError, NotFound
 from pdcompile.layout_search import LayoutSearch
 from pdcompile.options import Options
 from pdcompile.options.layouts import SPLITS, layouts, named
-from pdcompile.pass_runner import Listener
+from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes.planning.search.trials import Sketched
 from tests.helpers.launch import processes
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree
@@ -80,6 +81,21 @@ def test_layouts_leave_their_time_to_the_next_ones(monkeypatch: pytest.MonkeyPat
     assert [*limits([0.0, 8.0, 8.0, 8.0])] == [30 / 4, 30 / 3, 22 / 2, 14]
     assert [*limits([8.0] * 4, dividing=2.0)] == [30 / 4, 20 / 3, 10 / 2, 3.0]
     assert [*limits([5.0] * 20)] == [3.0] * 20  # 100 s, of 30
+
+
+def test_layouts_that_share_samples_are_verified_with_enough_of_them() -> None:
+    """The capture that they share is of two samples, of which each of four parts has none."""
+    model, ids = GPT(1, 16, 2, 8), torch.zeros(32, 8, dtype=torch.int64)
+    options = Options.given({
+        "loss_fn": loss_fn, "costs": "estimated", "cluster": Cluster.local(4), "parts": "any",
+        "optimizer": torch.optim.SGD, "progress": False, "time_limit": 4.0,
+    })  # fmt: skip
+    layouts = replace(options, parts=1), replace(options, parts=4, split="samples")
+    step, search = PassRunner(Listener()), LayoutSearch(True, Listener())
+    flat = example_call(model, ids, ids)
+    for one in layouts:
+        found = driver.planned_layout(model, flat, one, 4, step, search)
+    assert (found.whole.train.batch_size, found.captured.train.batch_size) == (2, 4)
 
 
 def test_where_no_sketch_has_a_plan_one_layout_is_searched_for_its_error() -> None:

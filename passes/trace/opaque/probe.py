@@ -244,7 +244,7 @@ def _run(
             watch.functions,
         ):
             model(*args, **kwargs)
-        sentinel.check(None)
+        sentinel.check(None, whole=True)
     except TraceError:
         raise
     except Exception as error:
