@@ -20,9 +20,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile", "passes/__init__.py", "pdcompile/options", "pdcompile/clusters"),
         5_433,
     ),
-    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_974),
+    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_986),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_688),
-    "trace": (("passes/trace",), 6_651),
+    "trace": (("passes/trace",), 6_649),
     "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

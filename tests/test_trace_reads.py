@@ -314,4 +314,4 @@ def test_a_constant_mask_is_read_at_every_size() -> None:
 
     graph = faithful(make(forward)).train
     assert [op.target for op in graph.ops] == ["torch.nn.Linear"]
-    assert graph.sizes.largest == 65
+    assert graph.sizes.largest == 120

@@ -105,7 +105,7 @@ def alternatives_table(plan: Plan) -> Table:
     table = labels.table("choice", "|here", "|next best tried", ">a step", ">change")
     own = plan.certificate.objective_seconds * plan.training.scale
     for one in plan.alternatives:
-        change = f"{100 * (one.step_seconds / own - 1):+.3g} %" if own else "-"
+        change = f"{round(100 * (one.step_seconds / own - 1), 6):+.3g} %" if own else "-"
         table.add_row(one.choice, one.own, one.value, format_seconds(one.step_seconds), change)
     return table
 
