@@ -65,7 +65,8 @@ def main() -> None:
 def cuts(ranks: int) -> None:
     """Idle time by the number of stages with equal cuts of both passes, half of the work being in
     the last one: that is the most that cuts of the backward of its own could gain."""
-    print(f"| stages on {ranks} ranks | microbatches | idle, and so at most gained |\n|---:|---:|---:|")
+    print(f"| stages on {ranks} ranks | microbatches | idle, and so at most gained |")
+    print("|---:|---:|---:|")
     for stages in range(2, 8):
         for count in (4 * ranks, 4 * ranks + 1):
             plan = chain("round", stages, count, ranks)
