@@ -21,6 +21,7 @@ from pdcompile.ir.execution import Lookup, execute, materialise
 from pdcompile.ir.graph import Capture, OpGraph, Ref, walk
 from pdcompile.ir.stage_interface import Sources, module_of
 from pdcompile.passes.codegen import generate, stage_classes
+from pdcompile.passes.codegen.source_text import fold
 from pdcompile.passes.form.expressions import Scope, literal, quote
 from tests.helpers.cuts import cut
 from tests.helpers.wild_graphs import B, Wild, captures
@@ -42,6 +43,15 @@ def test_wild_graphs_run_as_source(data):
 def test_many_wild_graphs_run_as_source(data):
     wild = data.draw(captures(max_steps=16))
     assert_equal_as_source(wild, data.draw)
+
+
+def test_a_sum_without_brackets_is_folded() -> None:
+    name = "x" * 28
+    assert fold(f"{name}_1 = {name} + {name}", 4) == [
+        f"                {name}_1 = (",
+        f"                    {name} + {name}",
+        "                )",
+    ]
 
 
 WORD = re.compile(r"\w+")  # a name of the model's that is too long for any line stays whole

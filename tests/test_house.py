@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_754,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_383),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_390),
     "verify": (("passes/verify",), 1_527),
     "parts": (("passes/parts", "pdcompile/parts"), 3_983),
     "runtime": (("runtime",), 9_856),

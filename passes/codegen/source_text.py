@@ -106,7 +106,16 @@ def fold(code: str, depth: int) -> list[str]:
     if len(indent) + len(code) <= WIDTH:
         return [indent + code]
     broken = (_break_brackets(code, depth, *span) for span in reversed(_brackets(code)))
-    return _break_targets(code, depth) or next(filter(None, broken), [indent + code])
+    whole = _moved(code, depth) or [indent + code]
+    return _break_targets(code, depth) or next(filter(None, broken), whole)
+
+
+def _moved(code: str, depth: int) -> list[str] | None:
+    """``name = (value)`` with the value on a line of its own, where that is long enough."""
+    indent, assigned = "    " * depth, _assigned(code)
+    if not assigned or len(code) - assigned + len(indent) + 4 > WIDTH:
+        return None
+    return [indent + code[:assigned] + "(", f"{indent}    {code[assigned:]}", indent + ")"]
 
 
 def _break_targets(code: str, depth: int) -> list[str] | None:
@@ -125,10 +134,8 @@ def _break_brackets(code: str, depth: int, start: int, stop: int) -> list[str] |
     head, inner, tail = code[: start + 1], code[start + 1 : stop], code[stop:]
     indent = "    " * depth
     assigned = _assigned(code)
-    if tail.strip(")]}") and 0 < assigned < start:
-        whole = code[assigned:]  # the brackets are not the end of it: all of it moves
-        if len(whole) + len(indent) + 4 <= WIDTH:
-            return [indent + code[:assigned] + "(", f"{indent}    {whole}", indent + ")"]
+    if tail.strip(")]}") and 0 < assigned < start and (moved := _moved(code, depth)):
+        return moved  # the brackets are not the end of it
     if inner and 0 < assigned < start and len(head) + len(indent) > WIDTH >= assigned + len(indent):
         return [indent + code[:assigned] + "(", *fold(code[assigned:], depth + 1), indent + ")"]
     if not inner or max(len(head), len(tail)) + len(indent) > WIDTH:
