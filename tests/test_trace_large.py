@@ -109,7 +109,7 @@ def test_divisibility_that_no_question_shows_is_seen(size: int, divisor: int) ->
 
 
 def test_what_we_ask_of_sizes_is_no_question_of_the_model(modes: list[tuple[bool, int]]) -> None:
-    """Whether a mask is known is decided by the bytes of the tensors that it is made of."""
+    """A mask is known or not by the bytes of the tensors that it is made of."""
     from transformers.utils import import_utils
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class AttributeReads:
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
         place = self._owners.get(id(owner))
-        if place is None or (value.__class__ in _NUMBERS and (*place, name) in self._read):
+        if place is None or (type(value) in _NUMBERS and (*place, name) in self._read):
             return
         if isinstance(getattr(type(owner), name, None), cached_property):
             return

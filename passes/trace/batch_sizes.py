@@ -211,9 +211,8 @@ def few_sizes(microbatch_size: int) -> tuple[int, ...]:
     which it matters whether one of them divides the number of samples differs there.  A single
     sample is itself the lower end, and needs a third size.
     """
-    return (
-        (1, 60, 17) if microbatch_size == 1 else (microbatch_size, _upper_ends(microbatch_size)[0])
-    )
+    end = _upper_ends(microbatch_size)[0]
+    return (microbatch_size, end) if microbatch_size > 1 else (1, 60, end)
 
 
 def _upper_ends(microbatch_size: int) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         problem.allow_empty,
         clips=setting.clipping and not candidate.straight,
         homes=setting.homes and not candidate.straight,
-        rates={r: devices[r].host_rate for own in candidate.ranks for r in own if fetched},
+        rates={r: devices[r].host_rate for own in candidate.ranks for r in own} if fetched else {},
     )
     return Evaluation(problem, candidate.stage_of, deployment)
 
