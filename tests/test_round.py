@@ -230,6 +230,23 @@ def test_the_host_holds_what_ranks_of_cpus_do(name: str) -> None:
     assert f"host, beside these: {format_bytes(away.host_bytes)} of weights" in shown
 
 
+@pytest.mark.parametrize("again", ["on", "auto"])
+def test_the_bound_has_the_ways_of_weights(tmp_path: Path, call: Call, again: str) -> None:
+    """Where all stages recompute; where they need not, weights may stay."""
+    gpus = (Device("cuda", host_bytes_per_second=1e5),) * 2
+    file, cluster = tmp_path / "plan.json", tmp_path / "cluster.toml"
+    cluster.write_text(Cluster(gpus, (Level("host", 2, 1e9),)).to_toml())
+    given = ["--cluster", str(cluster), "--schedule", "round", "--updates", "home"]
+    given += ["--recompute", again, "--costs", "estimated"]
+    run_verbs(call, ["plan", WORKLOAD, *given, "-o", str(file)])
+    plan = Plan.load(file)
+    ways = sum(2 * one.parameter_bytes + one.trainable_bytes for one in plan.stages) / 1e5
+    least = plan.training.num_microbatches / 2 * ways
+    certificate = plan.certificate
+    assert (certificate.bound_seconds > least * 0.999) == plan.fetched == (again == "on")
+    assert certificate.bound_seconds <= certificate.objective_seconds
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_count_once_a_host(name: str) -> None:
     """On CPUs, where nothing is sent after an update; a device of another kind has its own."""
