@@ -228,6 +228,7 @@ def test_the_host_holds_what_ranks_of_cpus_do(name: str) -> None:
     assert (plan.host_bytes, away.host_bytes) == (0, pytest.approx(sum(held), abs=16))
     shown = explain(replace(away, forecast=simulate(away).forecast))
     assert f"host, beside these: {format_bytes(away.host_bytes)} of weights" in shown
+    assert "copied at 12.0 GB/s" in shown
 
 
 @pytest.mark.parametrize("again", ["on", "auto"])

@@ -16,7 +16,7 @@ from pdcompile.problem import BY_RULE, ONE_GROUP
 from pdcompile.report import labels
 from pdcompile.report.labels import Terminal, counted
 from pdcompile.schedule.registry import name_of
-from pdcompile.units import format_bytes, format_seconds
+from pdcompile.units import format_bytes, format_rate, format_seconds
 
 LEDGER_LINES = tuple(
     (name, name.removesuffix("_bytes").replace("_", " ")) for name in MemoryLedger.__slots__
@@ -163,7 +163,9 @@ def _on_host(plan: Plan) -> Iterator[Text]:
     """A line on the memory of the host that ranks need, where weights rest there."""
     if plan.host_bytes:
         held = f"{format_bytes(plan.host_bytes)} of weights, gradients and optimizer states"
-        yield Text(f"in pinned memory of the host, beside these: {held}")
+        rates = sorted({one.host_rate for one in plan.machines.devices})
+        each = " to ".join(dict.fromkeys(map(format_rate, (rates[0], rates[-1]))))
+        yield Text(f"in pinned memory of the host, beside these: {held}, copied at {each}")
 
 
 def forecast_line(plan: Plan) -> Text:
