@@ -161,7 +161,11 @@ def test_commands_tell_what_looser_limits_gain(tmp_path: Path, call: Call) -> No
     path = write(plan, tmp_path)
     again, second = (str(tmp_path / f"plan.again{n}.json") for n in ("", "-2"))
     _, out, _ = call("explain", path)
-    found = [shlex.split(line) for line in out.splitlines() if line.startswith("pdcompile ")]
+    found = [
+        shlex.split(line, comments=True)
+        for line in out.splitlines()
+        if line.startswith("pdcompile ")
+    ]
     *looser, pinned, fewer = found
     assert looser == [
         ["pdcompile", "whatif", path, "--memory", "none"],
@@ -340,9 +344,10 @@ def test_limits_of_more_than_a_cut_are_not_eased_by_a_search_of_less(
     assert (code, err) == (0, "")
     commands = [line for line in out.splitlines() if line.startswith("pdcompile ")]
     files = [(2, str(tmp_path / "plan.again.json")), (3, str(tmp_path / "plan.again-2.json"))]
-    assert [shlex.split(line) for line in commands] == [
+    assert [shlex.split(line, comments=True) for line in commands] == [
         ["pdcompile", "plan", *made[:i], *made[i + 1 :], "-o", again] for i, again in files
     ]
+    assert commands[0].endswith("  # without --memory=16kB")
     assert explain(plan).commands == ()  # nobody knows the command
 
 

@@ -101,9 +101,10 @@ def stage_uses(plan: Evaluation) -> tuple[StageUse, ...]:
         turn, trip, in_flight = _longest_trip(trips, s, on)
         links = [(sent.get(rank, 0.0), received.get(rank, 0.0)) for rank in ranks]
         most_sent, most_received = (max(column) for column in zip(*links, strict=True))
-        busy = sum(one for t, one in enumerate(computing) if on.ranks[t] == ranks)
+        beside = [t for t, own in enumerate(on.ranks) if {*own} == {*ranks}]
+        busy = sum(computing[t] for t in beside)
         uses = {"compute": busy}
-        reduced = spent.reduction(s) / (m * kind_of(on.schedule).group(len(ranks)))
+        reduced = sum(map(spent.reduction, beside)) / (m * kind_of(on.schedule).group(len(ranks)))
         if reduced:
             link = sum if on.half_duplex[s] else max
             uses["reduction"] = max(map(link, links)) + reduced

@@ -97,16 +97,17 @@ def _again(plan: Plan, straight: bool, where: str) -> Iterator[str]:
     limits |= {"--memory", "--recompute"} if not straight else set()
     file = Path(where)
     target, *made = plan.command or ("",)
-    left: dict[tuple[str, ...], None] = {}
+    left: dict[tuple[str, ...], str] = {}
     for word in made:
         name = word.partition("=")[0]
         if name in limits:
             joined = name == "--cut-at"  # where cuts may lie, all of these say together
             gone = {one for one in made if joined and one.startswith(f"{name}=")} | {word}
-            left[tuple(one for one in made if one not in gone)] = None
-    for n, words in enumerate(left, 1):
+            left[tuple(one for one in made if one not in gone)] = " ".join(sorted(gone))
+    for n, (words, option) in enumerate(left.items(), 1):
         output = file.with_name(f"{file.stem}.again{f'-{n}' if n > 1 else ''}.json")
-        yield shlex.join(["pdcompile", "plan", target, *words, "-o", str(output)])
+        command = shlex.join(["pdcompile", "plan", target, *words, "-o", str(output)])
+        yield f"{command}  # without {option}"
 
 
 def _by_ledger(plan: Plan, found: Evaluation) -> Breaks:

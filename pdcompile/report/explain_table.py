@@ -47,7 +47,8 @@ def explain_report(found: Explanation) -> Group:
 
 def stage_table(found: Explanation) -> Table:
     """One row a stage: what a microbatch spends where, and how much memory is left."""
-    columns = [">compute", ">sends", ">receives", ">round trip", ">idle"]
+    trips = [">round trip"] if not found.flush else []  # which binds nothing where it drains
+    columns = [">compute", ">sends", ">receives", *trips, ">idle"]
     limited = any(use.limit_bytes for use in found.stages)
     columns += [">memory left"] if limited else []
     columns += [">critical path"] if found.chained else []
@@ -55,7 +56,8 @@ def stage_table(found: Explanation) -> Table:
     for use in found.stages:
         row = [str(use.stage), BINDS[use.binds]]
         row += [format_seconds(use.compute_seconds), format_seconds(use.sent_seconds)]
-        row += [format_seconds(use.received_seconds), format_seconds(use.round_trip_seconds)]
+        row += [format_seconds(use.received_seconds)]
+        row += [format_seconds(use.round_trip_seconds)] if trips else []
         row += [f"{100 * use.idle:.1f} %"]
         if limited:
             row.append(_room(use))
