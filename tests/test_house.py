@@ -36,13 +36,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_410),
     "verify": (("passes/verify",), 1_527),
     "parts": (("passes/parts", "pdcompile/parts"), 3_983),
-    "runtime": (("runtime",), 9_857),
+    "runtime": (("runtime",), 9_863),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_681,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_045),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_207),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_212),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_948),
     "export": (("passes/export", "pdcompile/export"), 927),
 }
