@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         3_681,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_045),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_212),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_217),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_948),
     "export": (("passes/export", "pdcompile/export"), 927),
 }

@@ -319,14 +319,18 @@ def test_a_rate_that_the_optimizer_changes_stays_without_its_scale() -> None:
         Point(), x, example_target=x, replicas=(2,), cluster=of_speeds([3.0, 1.0]), **PLANNED,
         loss_fn=halves, schedule="async", optimizer=optimizer,
     )  # fmt: skip
-    seen.clear()  # of trials
-    for _ in range(8):
-        pipe.step(x, target=x)
-    pipe.flush()
+    common: dict[str, Any] = {"loss_fn": halves, "schedule": "async", "optimizer": optimizer}
+    expected = pdcompile.reference(Point(), plan=pipe.plan, **common)
     rates = [pipe.plan.scale_of(0, t) * 0.1 * 0.9**t for t in range(8)]
-    assert seen == pytest.approx(rates)
-    assert pipe.optimizer is not None
-    assert pipe.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**8)
+    for one in (pipe, expected):
+        seen.clear()  # of trials too
+        for _ in range(8):
+            one.step(x, target=x)
+        if one is pipe:
+            pipe.flush()
+        assert seen == pytest.approx(rates)
+        assert one.optimizer is not None
+        assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**8)
 
 
 @pytest.mark.sample(2)
