@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class Updater:
         groups = self.optimizer.param_groups
         hidden = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
         present = [dict(group) for group in groups]
-        chosen = self._scaled(self._snapshots[minibatch], stage, minibatch)
+        chosen = self._snapshots[minibatch]
         for group, then in zip(groups, chosen, strict=False):
             group.update(then)
         _set_gradients((parameter, None) for parameter, _ in hidden)
@@ -116,7 +116,8 @@ class Updater:
             before = [dict(values) for values in self._values()]
             written = [copy.deepcopy(_writable(one)) for one in chosen]
             others = self._versions(own)
-            self.optimizer.step()
+            with self._rates(stage, minibatch):
+                self.optimizer.step()
             if self._versions(own) != others:
                 raise ConfigError(
                     "the optimizer's step with the gradients of one stage changes parameters of "
@@ -153,14 +154,19 @@ class Updater:
                 groups[n][key] = value
         return found
 
-    def _scaled(
-        self, groups: list[dict[str, Any]], stage: int, minibatch: int
-    ) -> list[dict[str, Any]]:
-        """The values of an update of a stage, with its learning rates."""
-        if self._scale is None:
-            return groups
-        factor = self._scale(stage, minibatch)
-        return [{**group, "lr": group["lr"] * factor} for group in groups]
+    @contextmanager
+    def _rates(self, stage: int, minibatch: int) -> Iterator[None]:
+        """Context of a step with the learning rates of an update of a stage; what the optimizer
+        makes of them stays, without their scale."""
+        factor = 1.0 if self._scale is None else self._scale(stage, minibatch)
+        groups = self.optimizer.param_groups if factor != 1.0 else []
+        own = [group["lr"] for group in groups]
+        scaled = [rate * factor for rate in own]
+        for group, rate in zip(groups, scaled, strict=True):
+            group["lr"] = rate
+        yield
+        for group, rate, given in zip(groups, own, scaled, strict=True):
+            group["lr"] = rate if group["lr"] is given else group["lr"] / factor
 
     def _left_by(self, stage: int) -> dict[_Place, Any]:
         """Values that the last update of a stage left; `_NOTHING`: nothing is there."""

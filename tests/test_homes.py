@@ -17,6 +17,7 @@ from examples.gpt import GPT, loss_fn
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from pdcompile.passes.check import check_programs
 from pdcompile.passes.planning.plan_check import check_plan
+from pdcompile.passes.schedules.alone import chain
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan
 from pdcompile.problem import StageLimits
@@ -138,6 +139,24 @@ def test_weights_come_from_homes_in_time() -> None:
         check_programs(plan, [programs[0], early, *programs[2:]])
 
 
+@pytest.mark.parametrize(("schedule", "updates"), [
+    ("2bw", "home"), ("round-2bw", "home"), ("round-2bw", "every"),
+])  # fmt: skip
+def test_sums_go_with_the_weights_that_they_replace(schedule: str, updates: str) -> None:
+    """Also where a replica has nothing of a short minibatch, and could go ahead."""
+    plan = make_plan("2bw", 1, 4, replicas=(2,)) if schedule == "2bw" else chain(schedule, 3, 4, 2)
+    plan = replace(plan, training=replace(plan.training, updates=updates))
+    programs = programs_of(plan, (4, 1, 1, 1))
+    check_programs(plan, programs)
+    column = list(programs[2].columns[1])
+    post = next(one for one in column if one[0:3:2] == (Action.POST_REDUCE, 0))
+    column.remove(post)
+    column.insert(next(n for n, one in enumerate(column) if one.action is Action.STEP), post)
+    early = mutated(programs[2], 1, column)
+    with pytest.raises(ScheduleError, match="posted before there are weights W_1"):
+        check_programs(plan, [*programs[:2], early, *programs[3:]])
+
+
 def test_the_planner_chooses_who_updates() -> None:
     """Homes update in less time; where weights have no replicas there are none."""
     plans = {one: gpt(updates=one, replicas="any").plan for one in ("every", "home", "auto")}
@@ -253,8 +272,10 @@ BYTES = """
 
     torch.manual_seed(0)
     ids = torch.randint(256, (8, 16))
+    model = GPT(2, 64, 4, 16)
+    model.spare = torch.nn.Parameter(torch.ones(100, 100))  # has no gradient, and so no state
     pipe = pdcompile.compile(
-        GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated",
+        model, ids, example_target=ids, loss_fn=loss_fn, costs="estimated",
         microbatches=4, replicas=2, stages=1, updates="home", verify="off",
     )
     pipe.step(ids, target=ids)

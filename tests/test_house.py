@@ -31,18 +31,18 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_743),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_755,
+        5_759,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_410),
     "verify": (("passes/verify",), 1_527),
     "parts": (("passes/parts", "pdcompile/parts"), 3_983),
-    "runtime": (("runtime",), 9_857),
+    "runtime": (("runtime",), 9_863),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_685,
+        3_681,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_045),
-    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_207),
+    "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_217),
     "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_948),
     "export": (("passes/export", "pdcompile/export"), 927),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import pdcompile
 from examples import kimi
@@ -226,3 +227,45 @@ def test_a_step_finds_a_buffer_that_training_only_reads() -> None:
 
     compiled(made, optimizer=optimizer, schedule="2bw", stages=2).prepare()
     assert 0.5 in seen
+
+
+class Rebinding(nn.Module):
+    """Its forward puts another tensor in the place of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("peak", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.first(x)
+        self.peak = torch.maximum(self.peak, found.detach().amax())
+        output: torch.Tensor = self.last(found.relu())
+        return output
+
+
+def test_a_step_finds_what_a_forward_puts_in_a_buffers_place() -> None:
+    """The reference too, whose modules are the user's."""
+    seen: dict[int, list[float]] = {}
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(parameters, lr=0.1)
+        peak, own = parameters.buffer("peak"), seen.setdefault(len(seen), [])
+        made.register_step_post_hook(lambda *_: own.append(float(peak)))
+        return made
+
+    torch.manual_seed(0)
+    made, x, y = Rebinding(), torch.randn(8, 8), torch.randn(8, 8)
+    given: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "microbatches": 4}
+    expected = pdcompile.reference(copy.deepcopy(made), optimizer=optimizer, **given)
+    theirs = seen[len(seen) - 1]
+    pipe = pdcompile.compile(
+        made, x, example_target=y, optimizer=optimizer, stages=1, costs="estimated",
+        verify="off", **given,
+    )  # fmt: skip
+    for _ in range(3):
+        for one in (pipe, expected):
+            one.step(x, target=y)
+    assert theirs == seen[len(seen) - 1]
+    assert len(theirs) == 3
+    assert min(theirs) > 0.0

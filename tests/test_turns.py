@@ -304,6 +304,35 @@ def test_rescaled_updates_land_at_the_minimum_of_the_mean(
     assert float(sum(pipe.full_state_dict().values())) == pytest.approx(minimum, abs=1e-2)
 
 
+def test_a_rate_that_the_optimizer_changes_stays_without_its_scale() -> None:
+    """Each update finds what the one before has made of it."""
+
+    class Decaying(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            seen.append(self.param_groups[0]["lr"])
+            super().step(closure)
+            self.param_groups[0]["lr"] *= 0.9
+
+    seen: list[float] = []
+    x, optimizer = torch.ones(1, 1), partial(Decaying, lr=0.1)
+    pipe = pdcompile.compile(
+        Point(), x, example_target=x, replicas=(2,), cluster=of_speeds([3.0, 1.0]), **PLANNED,
+        loss_fn=halves, schedule="async", optimizer=optimizer,
+    )  # fmt: skip
+    common: dict[str, Any] = {"loss_fn": halves, "schedule": "async", "optimizer": optimizer}
+    expected = pdcompile.reference(Point(), plan=pipe.plan, **common)
+    rates = [pipe.plan.scale_of(0, t) * 0.1 * 0.9**t for t in range(8)]
+    for one in (pipe, expected):
+        seen.clear()  # of trials too
+        for _ in range(8):
+            one.step(x, target=x)
+        if one is pipe:
+            pipe.flush()
+        assert seen == pytest.approx(rates)
+        assert one.optimizer is not None
+        assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**8)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2)])
 def test_a_tied_weight_has_the_rate_of_its_first_stage(replicas: tuple[int, int]) -> None:

@@ -351,6 +351,10 @@ class Updates(Transfers):
         owned = (edge for edge, _ in self.summed if edge not in self.passed)
         if not all(self._has_sums(group[-1], edge) for edge in owned):
             raise Violation("posted before the sums of tied gradients have come")
+        replaced = self.posted[kind] + 1 - self.versions  # which replicas compare with the sum
+        if kind is Kind.REDUCE and self.steps < replaced:
+            raise Violation(f"posted before there are weights W_{replaced}, which it replaces")
+        self.gathered(replaced)
         self.posted[kind] += 1
 
     def gather(self, one: Instruction, label: Label) -> None:

@@ -113,6 +113,8 @@ class Column:
                     lane.sums.complete(minibatch)
         for lane in self.lanes.values():  # what the caller may read is the same on all replicas
             lane.gather(before=1)
+            lane.idle |= lane.nothing  # now that the weights are here with which a sum goes
+            lane.post_collective(-self.spec.reach - 1)
 
     def _left_over(self, listed: list[Task]) -> set[tuple[int, int]]:
         """(stage, minibatch) that still have a backward to come after this call."""
@@ -167,7 +169,7 @@ class StagePart:
         self.unreduced = deque(state.unreduced)
         self.unreceived = list(state.unreceived)
         self.ungathered = deque[int]()  # minibatches whose new weights are on their way from homes
-        self.idle = set(state.idle)
+        self.idle, self.nothing = set(state.idle), set[int]()
         self.sums = TiedSums(self, state.unsummed)
         for send in state.unsent:
             column.channel(send).append(send)
@@ -187,9 +189,8 @@ class StagePart:
 
     def _receive(self, action: Action, hop: Hop, minibatch: int, microbatch: int) -> None:
         peer = self.spec.peer(hop, microbatch, self.column.phase + minibatch)
-        self.column.out.append(
-            Instruction(action, self.stage, minibatch, microbatch, hop.edge, peer)
-        )
+        where = self.stage, minibatch, microbatch, hop.edge, peer
+        self.column.out.append(Instruction(action, *where))
 
     def send(self, hop: Hop, minibatch: int, microbatch: int) -> None:
         sent = self._sent(hop, minibatch, microbatch)
@@ -226,8 +227,7 @@ class StagePart:
         kind = self.spec.kind  # an owner of tied weights would wait here for their sums
         alone = (kind.alone or kind.dispatched) and not self.sums.owned
         if not self.to_post and upto == "update" and (early or alone):
-            self.idle.add(0)  # others are not to wait for its own update
-            self.post_collective(-self.spec.reach - 1)
+            self.nothing.add(0)  # others are not to wait for its own update
         pool = FORWARD_ONLY_SLOTS if upto == "forward" else self.spec.pool(self.stage)
         for _ in range(pool - len(self.waiting)):
             self.post_value()

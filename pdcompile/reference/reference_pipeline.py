@@ -69,10 +69,10 @@ class Reference(ReferenceState):
         self._turns = kind_of(options.schedule).turns  # of each microbatch's backward
         self._device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         apply_overrides(self._model)
+        self._given: dict[str, Tensor] = {}  # buffers that the optimizer has
         self.optimizer = make_optimizer(
-            options.optimizer, self._model.named_parameters(),
-            buffer=lambda fqn, *_: self._model.get_buffer(fqn),
-        )  # fmt: skip
+            options.optimizer, self._model.named_parameters(), buffer=self._buffer
+        )
         ages = weight_ages(self._model, options)
         self._versions = Versions(self._model, ages)
         self._groups = Groups(self._model, ages, partial(learning_rates, options))
@@ -205,12 +205,17 @@ class Reference(ReferenceState):
             self._backward(later)
         if training:
             self._num_minibatches += 1
+            for fqn, one in self._given.items():  # forward may have put another in its place
+                one.copy_(self._model.get_buffer(fqn).detach())
         else:
             self._num_evaluations += 1
         total = self._sums.total(losses) if losses else None
         sizes, dim = microbatch_sizes(layout.size, len(outputs)), layout.usual_dim
         whole = concatenate(outputs, sizes, loss=total, loss_leaf=loss_leaf, batch_dim=dim)
         return StepResult(None if total is None else LazyLoss(total.detach), lambda: whole)
+
+    def _buffer(self, fqn: str, *_: str) -> Tensor:
+        return self._given.setdefault(fqn, self._model.get_buffer(fqn))
 
     def _backward(self, waiting: dict[int, tuple[DrawScope, Tensor]]) -> None:
         """Backward of the microbatches that wait for it, in their order or that of the schedule."""

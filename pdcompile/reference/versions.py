@@ -129,15 +129,20 @@ class Groups:
             optimizer.step()
         gradients = {p: p.grad for parameters in rates.values() for p in parameters}
         given = [group["lr"] for group in optimizer.param_groups] if rates else []
+        left = given[:]  # what the optimizer makes of them stays, without their scale
         for rate, parameters in rates.items():
             for parameter in gradients:
                 parameter.grad = None
             for parameter in parameters:
                 parameter.grad = gradients[parameter]
-            for group, lr in zip(optimizer.param_groups, given, strict=True):
-                group["lr"] = lr * rate
+            scaled = [lr * rate for lr in given]
+            for group, lr in zip(optimizer.param_groups, scaled, strict=True):
+                group["lr"] = lr
             optimizer.step()
-        for group, lr in zip(optimizer.param_groups, given, strict=False):
+            for n, group in enumerate(optimizer.param_groups):
+                if group["lr"] is not scaled[n]:
+                    left[n] = group["lr"] / rate
+        for group, lr in zip(optimizer.param_groups, left, strict=False):
             group["lr"] = lr
 
     def restart(self) -> None:

@@ -31,22 +31,18 @@ from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.watch.same_model import allow_forward
 from pdcompile.schedule.registry import flush_schedules
-from pdcompile.schedule.spec import PipelineSpec
 from pdcompile.warn import warn
 from pdcompile.weights.source import like, materialise, open_source, registered, set_tensor, slots
 
 
-def homes_of_replicas(
-    spec: PipelineSpec, infos: Mapping[str, TensorInfo], stages: Mapping[str, Sequence[int]]
-) -> dict[str, int]:
-    """The replica that updates each parameter, where not every one does."""
-    if not spec.homes:
-        return {}
-    sizes: list[dict[str, int]] = [{} for _ in spec.ranks]
-    for fqn, info in infos.items():
-        if info.requires_grad:
-            sizes[stages[fqn][0]][fqn] = info.bytes
-    return balanced_homes(spec.ranks, sizes)
+def homes_of_replicas(compiled: Compiled, infos: Mapping[str, TensorInfo]) -> dict[str, int]:
+    """The replica that updates each parameter, where not every one does: as in the plan, of those
+    that training reads.  Others have no gradients, and weigh nothing."""
+    spec, sizes = compiled.stream.spec, list[dict[str, int]]()
+    trained = {fqn: info.bytes for fqn, info in infos.items() if info.requires_grad}
+    for stage in compiled.plan.stages if spec.homes else ():
+        sizes.append({fqn: trained.pop(fqn) for fqn in stage.parameters if fqn in trained})
+    return dict.fromkeys(trained, 0) | balanced_homes(spec.ranks, sizes) if sizes else {}
 
 
 def check_state(
@@ -151,7 +147,7 @@ class State:
         }
         mine = set(ranks)
         self._elsewhere = {f for f, holders in self._holders.items() if mine.isdisjoint(holders)}
-        self.homes = homes_of_replicas(compiled.stream.spec, self.infos, self.stages)
+        self.homes = homes_of_replicas(compiled, self.infos)
         homes = {f: ranks[self.homes.get(f, 0)] for f, ranks in self._owners.items()}
         self.owned = [
             [f for f, i in self.infos.items() if i.requires_grad and homes[f] == rank]
