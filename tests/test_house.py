@@ -26,25 +26,25 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_590,
+        9_595,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_743),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_759,
+        5_761,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_410),
-    "verify": (("passes/verify",), 1_527),
+    "verify": (("passes/verify",), 1_529),
     "parts": (("passes/parts", "pdcompile/parts"), 3_983),
-    "runtime": (("runtime",), 9_863),
+    "runtime": (("runtime",), 9_864),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_681,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_045),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_217),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_948),
-    "export": (("passes/export", "pdcompile/export"), 927),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_952),
+    "export": (("passes/export", "pdcompile/export"), 928),
 }
 LINES_OF_A_FILE = 500
 LINES_OF_A_CLASS = 250

@@ -18,7 +18,7 @@ from pdcompile.passes.export import Exported, Refusal, Subject, configurations
 from pdcompile.passes.export.model_parts import stages_of_parts
 from pdcompile.passes.export.torch_pipelining import torch_pipelining, unlike_torch, unlike_torchs
 from pdcompile.plan import Plan
-from pdcompile.schedule.registry import alternating, known_to_torch, name_of
+from pdcompile.schedule.registry import alternating, name_of, names
 from pdcompile.user_functions import is_file
 from pdcompile.workload import load_target
 
@@ -39,12 +39,13 @@ class ExportTarget:
     trains: bool = False
 
 
+_IN_TORCH = names(lambda kind: kind.in_torch != "")
 TARGETS: dict[str, ExportTarget] = {
     "torch-pipelining": ExportTarget(
-        torch_pipelining, unlike_torch, unlike_torchs, known_to_torch(), trains=True
+        torch_pipelining, unlike_torch, unlike_torchs, _IN_TORCH, trains=True
     ),
     "torchtitan": ExportTarget(
-        configurations.torchtitan, configurations.unlike_torchtitan, schedules=known_to_torch()
+        configurations.torchtitan, configurations.unlike_torchtitan, schedules=_IN_TORCH
     ),
     "megatron": ExportTarget(
         configurations.megatron, configurations.unlike_megatrons, schedules=alternating()

@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from pdcompile.clusters import names
+from pdcompile.clusters import names as machines
 from pdcompile.options import texts, values
 from pdcompile.options.row import Flag, Row, option, rows_of
 from pdcompile.options.values import count, number, one_of
@@ -23,10 +23,9 @@ from pdcompile.schedule.registry import (
     DEFAULT,
     KINDS,
     described,
-    dispatched_names,
     in_one_piece,
     in_turn,
-    late_to_auto,
+    names,
     several_a_rank,
     usual_stages,
 )
@@ -211,7 +210,7 @@ class MachineOptions:
     cluster: Any = option(
         "auto",
         "cluster.toml, 2x4 (hosts x devices), 2x8:h100 (of machines with a name: "
-        f"{', '.join(names())}), local:4 (four stages in one process), or auto: one device a "
+        f"{', '.join(machines())}), local:4 (four stages in one process), or auto: one device a "
         "process.",
         "Or a Cluster.",
         check=values.cluster,
@@ -220,7 +219,7 @@ class MachineOptions:
     stages: int | None = option(
         None,
         f"Stages; default: {usual_stages()}. Under {several_a_rank()} also a multiple of the "
-        f"devices, which take turns; under {dispatched_names()} any number.",
+        "devices, which take turns.",
         "Stage s is then on device s mod R of R, or out over the devices and back, as the schedule "
         "places them.  "
         "In one process without a cluster these have two on a device.",
@@ -338,7 +337,7 @@ class SearchOptions:
     max_staleness: int | Literal["any"] = option(
         0,
         "With schedule auto: how many minibatches old the weights may be that gradients are of; 1 "
-        f"and any allow {', '.join(late_to_auto())}.",
+        f"and any allow {', '.join(names(lambda k: k.by_planner and k.lag == 1))}.",
         check=one_of(0, 1, "any"),
         compared=True,
         of_search=True,

@@ -445,11 +445,6 @@ def allowed(max_staleness: int | str) -> tuple[str, ...]:
     return names(lambda k: k.trains and (most == sys.maxsize or k.lag in range(most + 1)))
 
 
-def known_to_torch() -> tuple[str, ...]:
-    """Schedules that torch.distributed.pipelining has too."""
-    return names(lambda kind: kind.in_torch != "")
-
-
 def alternating() -> tuple[str, ...]:
     """Schedules that drain, and in between take one forward and one whole backward in turn."""
     flush = allowed(0)
@@ -466,20 +461,11 @@ def several_a_rank(per_rank: int = 2) -> str:
     return " or ".join(names(lambda k: k.trains and not k.dispatched and k.holds(per_rank)))
 
 
-def late_to_auto() -> tuple[str, ...]:
-    """Schedules on weights one minibatch old that schedule="auto" may take."""
-    return tuple(n for n in allowed(1) if n not in allowed(0) and KINDS[n].by_planner)
-
-
-def dispatched_names() -> str:
-    """Schedules under which no stage has a rank of its own, for help texts."""
-    return " and ".join(names(lambda k: k.dispatched))
-
-
 def usual_stages() -> str:
     """Stages that a rank holds where nobody says, for help texts."""
-    more = (f"under {k.name} {k.usual}" for k in KINDS.values() if k.usual > 1)
-    return ", ".join(["one a device", *more, f"under {dispatched_names()} one more than devices"])
+    more = [f"under {k.name} {k.usual}" for k in KINDS.values() if k.usual > 1]
+    more.append(f"under {' and '.join(names(lambda k: k.dispatched))} one more than devices")
+    return ", ".join(["one a device", *more])
 
 
 def with_replicas() -> str:
