@@ -99,7 +99,9 @@ def test_an_extra_warm_up_is_room_for_stages_that_are_not_alike() -> None:
     assert seconds("interleaved+2", alike) == pytest.approx(seconds("interleaved", alike))
 
 
-@pytest.mark.parametrize("name", ["1f1b+1", "interleaved+0", "interleaved+x", "interleaved+-1"])
+@pytest.mark.parametrize(
+    "name", ["1f1b+1", "interleaved+0", "interleaved+01", "interleaved+x", "interleaved+-1"]
+)
 def test_an_extra_warm_up_that_is_none(name: str) -> None:
     with pytest.raises(ScheduleError, match="is not one of"):
         kind_of(name)

@@ -154,8 +154,9 @@ def _differences(given: Any, made: Any, path: str) -> Iterator[Finding]:
             others = sorted(map(str, set(said) ^ set(found))) or ["the order"]
             yield place, f"{name} are not those of the graph: {some(others)}", AGAIN
         else:
-            message = f"{name} is {said!r}, and the graph makes it {found!r}"
-            yield place, message, f"write {found!r}, or {AGAIN}"
+            was, due = (list(one) if isinstance(one, tuple) else one for one in (said, found))
+            message = f"{name} is {was!r}, and the graph makes it {due!r}"
+            yield place, message, f"write {due!r}, or {AGAIN}"
 
 
 def _costed(graph: OpGraph) -> bool:

@@ -383,8 +383,9 @@ def kind_of(name: str, where: str | None = None) -> ScheduleKind:
     if ":" in name:
         return _kind_of_written(name, where)
     base, _, extra = name.rpartition("+")
-    if base in KINDS and KINDS[base].extra is not None and extra.isdecimal() and int(extra):
-        return replace(KINDS[base], name=f"{base}+{int(extra)}", in_torch="", extra=int(extra))
+    known = base in KINDS and KINDS[base].extra is not None and extra.isdecimal()
+    if known and extra == str(int(extra) or ""):
+        return replace(KINDS[base], name=name, in_torch="", extra=int(extra))
     if name not in KINDS:
         raise ScheduleError(
             f"schedule {name!r} is not one of {', '.join(KINDS)}",
