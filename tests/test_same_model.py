@@ -64,7 +64,8 @@ def test_one_that_evaluates_sees_what_the_other_trained(options: dict[str, Any])
     """While microbatches are in flight, and buffers of replicas apart, too."""
     model = made()
     trained = compiled(model, **options)
-    evaluated = compiled(model, optimizer=None)
+    sizes = {"microbatches": options.get("microbatches", 2)}  # others may have other bits
+    evaluated = compiled(model, optimizer=None, **sizes)
     twin = compiled(copy.deepcopy(model), **options)
     for _ in range(3):
         trained.step(X, target=Y)
