@@ -22,11 +22,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_986),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_688),
-    "trace": (("passes/trace",), 6_649),
+    "trace": (("passes/trace",), 6_648),
     "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_563,
+        9_515,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_733),
     "schedules": (
