@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_986),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_688),
-    "trace": (("passes/trace",), 6_648),
+    "trace": (("passes/trace",), 6_616),
     "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
