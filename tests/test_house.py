@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_733),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_754,
+        5_730,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_390),
     "verify": (("passes/verify",), 1_527),

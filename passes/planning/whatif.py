@@ -21,7 +21,7 @@ from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.planning.graph_free import straight_plan_of
 from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.passes.planning.solved_problem import extra_warmup, scaled, setting_of
-from pdcompile.passes.schedules import rule_of, warmup
+from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, problem_of
 from pdcompile.plan.evaluate import Evaluation
@@ -113,7 +113,7 @@ def changed_problem(
         training = replace(training, warmup=depths)
         problem = replace(
             problem,
-            memory=rule_of(setting_of(training), depths),
+            memory=memory_rule(setting_of(training), depths),
             num_microbatches=m,
             objective=kind_of(name).objective,
         )
