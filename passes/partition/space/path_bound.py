@@ -311,9 +311,9 @@ class PathBound:
         return self._tables[key]
 
 
-def groups_told_apart(ranks: int, rows: int) -> int:
+def groups_told_apart(ranks: int, rows: int, most: int = MOST) -> int:
     """Number of groups of a path that keeps the tables of a probe small."""
-    return int(min(MOST, max(FEWEST, (CELLS / max(ranks * rows, 1)) ** 0.5)))
+    return int(min(most, max(FEWEST, (CELLS / max(ranks * rows, 1)) ** 0.5)))
 
 
 def heaviest_path(model: Model) -> tuple[int, ...]:

@@ -25,6 +25,8 @@ from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import kind_of
 
+MOST = 300  # groups of the path that are told apart
+
 
 def rules_of(path: Path, depths: Sequence[int]) -> StageRules:
     """Stages of a problem of one rank each, and of these warm-ups."""
@@ -103,7 +105,7 @@ def straight_bound(
     """
     in_flight, m = model.problem.memory.in_flight, model.problem.num_microbatches
     depths = warmup_of(in_flight, model.num_stages, m)
-    path = Path(model, groups_told_apart(model.num_stages, 1))
+    path = Path(model, groups_told_apart(model.num_stages, 1, MOST))
     rules = rules_of(path, depths)
     floors: list[float] = []
     if cut is not None:
