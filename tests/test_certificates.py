@@ -28,6 +28,7 @@ from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
 from pdcompile.problem.deployment import stage_limits
+from pdcompile.problem.space import Setting
 from pdcompile.schedule.registry import kind_of
 from tests.helpers.derived_plan import check_derived
 from tests.helpers.graphs import chain, residual
@@ -67,7 +68,7 @@ def truth(plan: Plan, number: int) -> PartitionProblem:
         num_microbatches=training.num_microbatches,
         objective=kind_of(training.schedule).objective,
         memory=memory_rule(
-            training.schedule, depths, training.num_microbatches, optimizer_factor=factor
+            Setting(training.schedule, training.num_microbatches, optimizer_factor=factor), depths
         ),
         constraints=constraints,
     )

@@ -18,6 +18,7 @@ from pdcompile.passes.simulate.ledger import held_over_time
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
 from pdcompile.plan.evaluate import measure
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
+from pdcompile.problem.space import Setting
 from pdcompile.schedule.spec import BUCKET_BYTES
 from tests.helpers.schedules import chain, make_plan
 
@@ -307,7 +308,7 @@ def shared_problems(draw: st.DrawFn) -> tuple[PartitionProblem, Plan]:
         traffic=tuple(Traffic(f"x{s}", s, (s + 1,), size, size) for s in range(n - 1)),
         stages=(StageLimits(),) * n,
         shared=(SharedParameter("w", tied.bytes, True, held),),
-        memory=memory_rule(name, plan.training.warmup, m, clipping=clip is not None),
+        memory=memory_rule(Setting(name, m, clipping=clip is not None), plan.training.warmup),
         num_microbatches=m,
     )
     return problem, plan

@@ -22,6 +22,7 @@ from pdcompile.plan.makespan import Path, order_of, warmup_of
 from pdcompile.plan.times import PipelineTimes
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
 from pdcompile.problem.deployment import stage_limits
+from pdcompile.problem.space import Setting
 from pdcompile.schedule.registry import DEFAULT
 from tests.helpers.problems import brute_force, evaluate, random_problem
 
@@ -257,7 +258,7 @@ def simulated(
     depth = warmup(name, n, m, extra=r.choice((0, 1)))
     problem = PartitionProblem(
         items, tuple(traffic), stage_limits(cluster, range(n)), shared,
-        memory=memory_rule(name, depth, m), num_microbatches=m, objective="flush",
+        memory=memory_rule(Setting(name, m), depth), num_microbatches=m, objective="flush",
     )  # fmt: skip
     holders = {0, n - 1} if tied else set()
     stages = tuple(

@@ -16,6 +16,7 @@ from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.deployment import stage_limits
+from pdcompile.problem.space import Setting
 from tests.helpers.derived_plan import check_derived
 from tests.helpers.graphs import chain, random_graphs, residual
 from tests.helpers.planned import assembled
@@ -31,7 +32,7 @@ def planned(graph: OpGraph, cluster: Cluster, schedule: str = "1f1b") -> Plan:
         stage_limits(cluster, range(num_stages)),
         num_microbatches=M,
         objective="bottleneck" if schedule == "2bw" else "flush",
-        memory=memory_rule(schedule, depth, M),
+        memory=memory_rule(Setting(schedule, M), depth),
     )
     found, certificate = partition(problem)
     training = Training(schedule, M, M * graph.batch_size, depth)

@@ -16,6 +16,7 @@ import pdcompile
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check import check
 from pdcompile.passes.schedules import make_stream, memory_rule
+from pdcompile.problem.space import Setting
 from pdcompile.report.plan_table import explain
 from pdcompile.schedule.registry import DEFAULT, KINDS, ScheduleKind, allowed, kind_of
 from tests.helpers import pairs
@@ -72,7 +73,7 @@ def test_an_unknown_schedule_is_refused_everywhere() -> None:
     for build in (
         lambda: kind_of("pairs"),
         lambda: make_stream(make_plan("pairs", 2, 2, depths=(1, 0))),
-        lambda: memory_rule("pairs", (1, 0), 2),
+        lambda: memory_rule(Setting("pairs", 2), (1, 0)),
     ):
         with pytest.raises(ScheduleError, match=f"not one of {', '.join(KINDS)}") as caught:
             build()

@@ -31,6 +31,7 @@ from pdcompile.passes.schedules import (
 from pdcompile.passes.simulate import TimelineEvent, simulate, simulate_drained
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.plan.times import times_of
+from pdcompile.problem.space import Setting
 from pdcompile.schedule import Action, Instruction
 from pdcompile.schedule.instruction import BACKWARDS
 from pdcompile.schedule.registry import KINDS, StageWork
@@ -218,18 +219,19 @@ def test_bad_warm_ups(arguments: tuple[object, ...], message: str) -> None:
 
 
 def test_memory_rule() -> None:
-    rule = memory_rule("1f1b", (3, 2, 1, 0), 2, clipping=True)
+    rule = memory_rule(Setting("1f1b", 2, clipping=True), (3, 2, 1, 0))
     assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (1, 1, (2, 2, 2, 1))
-    rule = memory_rule("2bw", (3, 2, 1, 0), 8, clipping=True, optimizer_factor=1.0)
+    setting = Setting("2bw", 8, optimizer_factor=1.0, clipping=True)
+    rule = memory_rule(setting, (3, 2, 1, 0))
     assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (2, 2, (4, 3, 2, 1))
     assert rule.optimizer_factor == 1.0
-    assert memory_rule("2bw", (1, 0), 4).gradient_buffers == 1
-    rule = memory_rule("stash", (4, 2, 0), 1)
+    assert memory_rule(Setting("2bw", 4), (1, 0)).gradient_buffers == 1
+    rule = memory_rule(Setting("stash", 1), (4, 2, 0))
     assert (rule.versions, rule.gradient_buffers, rule.in_flight) == ((5, 3, 1), 1, (5, 3, 1))
-    rule = memory_rule("vsync", (4, 2, 0), 1, clipping=True)
+    rule = memory_rule(Setting("vsync", 1, clipping=True), (4, 2, 0))
     assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (5, (1, 3, 5), (5, 3, 1))
     with pytest.raises(ScheduleError):
-        memory_rule("pipedream", (1, 0), 4)
+        memory_rule(Setting("pipedream", 4), (1, 0))
 
 
 @pytest.mark.sample(4)

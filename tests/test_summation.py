@@ -18,6 +18,7 @@ from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Training
 from pdcompile.problem.deployment import stage_limits
+from pdcompile.problem.space import Setting
 from tests.helpers.captures import captured, make, rows
 from tests.helpers.costed import profile
 from tests.helpers.planned import assembled
@@ -74,7 +75,7 @@ def test_the_planner_keeps_the_order_and_check_refuses_another() -> None:
         stage_limits(cluster, range(2)),
         num_microbatches=2,
         objective="flush",
-        memory=memory_rule("1f1b", depth, 2),
+        memory=memory_rule(Setting("1f1b", 2), depth),
     )
     named = {name: i for i, item in enumerate(problem.items) for name in item.ops}
     assert problem.order == ((named["sigmoid"], named["tanh"]), (named["tanh"], named["cos"]))

@@ -20,6 +20,7 @@ from pdcompile.passes.schedules import make_stream, memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.problem import PartitionProblem
+from pdcompile.problem.space import Setting
 from pdcompile.schedule import Action, Instruction
 from tests.helpers import spaces
 from tests.helpers.problems import brute_force, evaluate
@@ -113,7 +114,7 @@ def test_activations_are_held_until_the_second_part() -> None:
         plan = make_plan(NAME, 4, 8, saved_bytes=1, recompute=again)
         found = [one.activations_bytes for one in simulate(plan).forecast.ledgers]
         assert found == expected
-    rule = memory_rule(NAME, (3, 2, 1, 0), 8)
+    rule = memory_rule(Setting(NAME, 8), (3, 2, 1, 0))
     assert [rule.counts(s) for s in range(4)] == [(4, 5, 2), (4, 5, 2), (4, 5, 2), (4, 5, 1)]
 
 
@@ -143,7 +144,7 @@ def ledgers(plan: Plan) -> tuple[MemoryLedger, ...]:
 def of_the_schedule(problem: PartitionProblem) -> PartitionProblem:
     """The same problem under ZB-H1."""
     n, m = len(problem.stages), problem.num_microbatches
-    return replace(problem, memory=memory_rule(NAME, warmup(NAME, n, m), m))
+    return replace(problem, memory=memory_rule(Setting(NAME, m), warmup(NAME, n, m)))
 
 
 def test_the_fast_clock_is_the_simulators() -> None:

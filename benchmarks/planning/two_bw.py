@@ -19,6 +19,7 @@ from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
+from pdcompile.problem.space import Setting
 from planning.published import REFERENCE
 from planning.tables import Table, percent
 
@@ -85,7 +86,7 @@ def planned(schedule: str, stages: Cut, num_microbatches: int) -> Plan:
     """The cut under a schedule, on devices of 16 GiB and the profile's links."""
     count = len(stages.problem.stages)
     depths = warmup(schedule, count, num_microbatches)
-    rule = memory_rule(schedule, depths, num_microbatches)
+    rule = memory_rule(Setting(schedule, num_microbatches), depths)
     problem = replace(stages.problem, memory=rule, num_microbatches=num_microbatches)
     training = Training(schedule, num_microbatches, num_microbatches, depths)
     level = Level("link", count, problem.stages[0].bytes_per_second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile.errors import CostError, InfeasibleError, PlanError
@@ -38,6 +39,7 @@ def partition(
     time_limit: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    start: Sequence[int] = (),
 ) -> tuple[Partition, Certificate]:
     """The best assignment of items to stages, and how far it is from the optimum at most.
 
@@ -49,6 +51,7 @@ def partition(
             None: until proved, at most 20.
         seed: of CP-SAT; equal seeds give equal answers as long as the time limit is not reached.
         progress: called with a line of text, plan, bound and gap, when one of them improves.
+        start: the stage of every item in an assignment that is tried first.
 
     Raises:
         InfeasibleError: no assignment satisfies the limits; names those that conflict, and what
@@ -58,7 +61,7 @@ def partition(
     validate(problem)
     with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
         try:
-            search = solve(problem, budget, seed, progress or (lambda _: None))
+            search = solve(problem, budget, seed, progress or (lambda _: None), start)
         except InfeasibleError as contradiction:
             raise no_assignment(problem, budget, seed, contradiction) from None
         if search.best is None:

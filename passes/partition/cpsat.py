@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from pdcompile.cluster import message_seconds, slowest
 from pdcompile.passes.partition.bounds import crude_upper
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError, minimize
-from pdcompile.passes.partition.model import Flow, Model, always_linked
+from pdcompile.passes.partition.model import Flow, Model
 from pdcompile.passes.partition.thresholds import Literal, Thresholds, negated
 from pdcompile.plan.evaluate import violations
 from pdcompile.plan.makespan import Path
@@ -42,7 +42,6 @@ class Loads:
     def __init__(self, cp: Any, model: Model, x: Thresholds, scale: float):
         self.cp, self.model, self.x, self.scale = cp, model, x, scale
         self.stages = model.problem.stages
-        self.chained = {kind: always_linked(model, kind) for kind in ("forward", "backward")}
         # Made once each: a flow's literal is shared by all who ask.
         self.received = cache(self._received)
         self.leaves = cache(self._leaves)
@@ -188,8 +187,6 @@ class Loads:
     def _linked(self, hop: StagePair, kind: Direction) -> Literal:
         """True if something that compute waits for takes the hop, at least."""
         near, far = min(hop), max(hop)
-        if kind != "final" and far - near == 1 and self.chained[kind]:
-            return True
         carried = (e for e, one in enumerate(self.model.flows) if self._carries(hop, kind, one))
         cases = [[negated(self.pair(e, near, far))] for e in carried]
         return self.x.implied(f"linked{near}_{far}_{kind}", cases)

@@ -313,18 +313,6 @@ def next_to(
                 count = (3 * count + 1) // 2
 
 
-def always_linked(model: Model, kind: str) -> bool:
-    """Every group sends to the next: then every stage, an interval of groups, does too."""
-    wanted = {(v, v + 1) for v in range(model.num_groups - 1)}
-    found = {
-        (flow.sources[0], sink)
-        for flow in model.flows
-        if not flow.tied and (kind == "forward" or flow.backward_messages > 0)
-        for sink in flow.sinks
-    }
-    return not model.problem.allow_empty and wanted <= found
-
-
 def contracted(model: Model, limit: int, coarse: int) -> Model:
     """The model itself when it has at most `limit` groups, else one with about `coarse`.
 

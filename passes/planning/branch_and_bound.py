@@ -38,14 +38,14 @@ from pdcompile.passes.partition.space.search_branches import (
     settings,
 )
 from pdcompile.passes.partition.space.seats import arrangements
-from pdcompile.passes.planning.border_cuts import Fits, preferred
+from pdcompile.passes.planning.border_cuts import preferred
 from pdcompile.passes.planning.candidate_plan import making_seconds
 from pdcompile.passes.planning.memory_limits import SCOPE, within_ledgers
 from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import EXACT, Sketched, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, Training
-from pdcompile.plan.evaluate import Evaluation, measure
+from pdcompile.plan.evaluate import measure
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
@@ -320,9 +320,13 @@ def _preferred(
         one = replace(candidate, stage_of=stage_of)
         return trials.may_fit(one, search.whole.left) and trials.filled(one) <= 1
 
-    left = search.whole.left - making
-    stage_of, judged, notes = _prefer(search, found, candidate.setting, certificate, left, fits)
-    chosen, scale = replace(candidate, stage_of=stage_of), candidate.setting.scale
+    setting, left = candidate.setting, max(0.0, search.whole.left - making)
+    update = partial(search.training.update_seconds, versions=kind_of(setting.schedule).stream)
+    stage_of, judged, notes = preferred(
+        found, certificate, search.graph_at(setting.num_microbatches), search.tolerance,
+        update=update, fits=fits, seconds=left,
+    )  # fmt: skip
+    chosen, scale = replace(candidate, stage_of=stage_of), setting.scale
     if not making and trials.making(chosen) > max(search.whole.left, LITTLE):
         before = trials.price(certificate.objective_seconds * scale, candidate)
         if trials.price(judged.objective_seconds * scale, chosen) > before * (1 - WORTH):
@@ -330,43 +334,20 @@ def _preferred(
     return chosen, judged, notes
 
 
-def _prefer(
-    search: PlanSearch,
-    found: Evaluation,
-    setting: Setting,
-    certificate: Certificate,
-    seconds: float,
-    fits: Fits,
-) -> tuple[tuple[int, ...], Certificate, tuple[str, ...]]:
-    """See `preferred`."""
-    stream = kind_of(setting.schedule).stream
-    return preferred(
-        found, certificate, search.graph_at(setting.num_microbatches), search.tolerance,
-        update=partial(search.training.update_seconds, versions=stream),
-        fits=fits, seconds=max(0.0, seconds),
-    )  # fmt: skip
-
-
 def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> Plan:
     """The best plan where only the cut is open.  Raises InfeasibleError, with the reason."""
-    graph, trials = search.graph_at(branch.setting.num_microbatches), search.trials
-    making = making_seconds(graph, even_cut(problem))
-
-    def fits(stage_of: tuple[int, ...]) -> bool:
-        return trials.filled(branch.straight(stage_of)) <= 1
+    making = making_seconds(search.graph_at(problem.num_microbatches), even_cut(problem))
 
     def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
         found, certificate = partition(
             limited, time_limit=max(0.0, search.budget.left - making), seed=search.seed,
             progress=search.listener.found,
         )  # fmt: skip
-        stage_of, certificate, notes = _prefer(
-            search, Evaluation(problem, found.stage_of), branch.setting, certificate,
-            search.whole.left - making, fits,
-        )  # fmt: skip
-        plan = trials.plan(branch.straight(stage_of))
+        candidate = branch.straight(found.stage_of)
+        candidate, certificate, notes = _preferred(search, candidate, certificate)
+        plan = search.trials.plan(candidate)
         plan = replace(plan, certificate=certificate, notes=(*plan.notes, *notes))
-        return plan, measure(limited, stage_of)
+        return plan, measure(limited, candidate.stage_of)
 
     return replace(within_ledgers(problem, planned), problem=problem)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.schedules import rule_of, warmup
+from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, plain, problem_of
 from pdcompile.plan.evaluate import Evaluation
@@ -32,7 +32,7 @@ def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Pla
     training, ranks = plan.training, plan.ranks
     rule = MemoryRule(optimizer_factor=training.optimizer_factor, schedule=training.schedule)
     if all(stage.replicas == 1 for stage in plan.stages):
-        rule = rule_of(setting_of(training), training.warmup)
+        rule = memory_rule(setting_of(training), training.warmup)
     own = replace(
         on_stages(problem, len(plan.stages)),
         stages=stage_limits(cluster, [own[0] for own in ranks]),

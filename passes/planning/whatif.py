@@ -15,15 +15,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, InfeasibleError, PlanError
+from pdcompile.errors import ConfigError, PlanError
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.alternatives import broken
 from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.planning.graph_free import straight_plan_of
-from pdcompile.passes.planning.memory_limits import excess, within_ledgers
+from pdcompile.passes.planning.memory_limits import within_ledgers
 from pdcompile.passes.planning.solved_problem import extra_warmup, scaled, setting_of
-from pdcompile.passes.schedules import rule_of, warmup
-from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem, Wish
@@ -75,51 +74,23 @@ def _solved(
 ) -> Plan:
     """Solve another form of a plan's problem by the planner's own search, with the plan's seed.
 
-    Where the plan's own cut is allowed, none that is slower is the answer.
+    It begins with the plan's own cut, where there are as many stages.
 
     Raises:
         InfeasibleError: no assignment was found that satisfies the limits.
     """
     end = None if time_limit is None else time.monotonic() + time_limit
-
-    def planned(stage_of: tuple[int, ...], certificate: Certificate) -> Plan:
-        return straight_plan_of(problem, stage_of, certificate, training, cluster, plan)
+    own = assignment(plan) if len(problem.stages) == len(plan.stages) else ()
 
     def solve(limited: PartitionProblem) -> tuple[Plan, Partition]:
         left = None if end is None else max(0.0, end - time.monotonic())
         best, certificate = partition(
-            limited, time_limit=left, seed=training.seed, progress=progress
+            limited, time_limit=left, seed=training.seed, progress=progress, start=own
         )
-        return planned(best.stage_of, certificate), best
+        stages = best.stage_of
+        return straight_plan_of(problem, stages, certificate, training, cluster, plan), best
 
-    own = _own_cut(plan, problem, planned)
-    try:
-        found = within_ledgers(problem, solve)
-    except InfeasibleError:
-        if own is None:
-            raise
-        return own
-    claim = found.certificate
-    if own is None or own.certificate.objective_seconds >= claim.objective_seconds:
-        return found
-    seconds = own.certificate.objective_seconds
-    return replace(own, certificate=claimed(claim, seconds, claim.bound_seconds))
-
-
-def _own_cut(
-    plan: Plan,
-    changed: PartitionProblem,
-    planned: Callable[[tuple[int, ...], Certificate], Plan],
-) -> Plan | None:
-    """The plan's own cut under the changed limits; None where it is not allowed."""
-    stage_of = assignment(plan)
-    if len(changed.stages) != len(problem_of(plan).stages):
-        return None
-    evaluation = Evaluation(changed, stage_of)
-    if broken(evaluation):
-        return None
-    own = planned(stage_of, claimed(plan.certificate, evaluation.seconds, 0.0))
-    return None if own.forecast is not None and excess(changed, own) else own
+    return within_ledgers(problem, solve)
 
 
 def changed_problem(
@@ -142,7 +113,7 @@ def changed_problem(
         training = replace(training, warmup=depths)
         problem = replace(
             problem,
-            memory=rule_of(setting_of(training), depths),
+            memory=memory_rule(setting_of(training), depths),
             num_microbatches=m,
             objective=kind_of(name).objective,
         )

@@ -103,48 +103,24 @@ def _scaled(depths: list[int], caps: list[int]) -> tuple[int, ...]:
     )
 
 
-def memory_rule(
-    name: str,
-    warmup: tuple[int, ...],
-    num_microbatches: int,
-    *,
-    clipping: bool = False,
-    optimizer_factor: float = 2.0,
-    replicas: tuple[int, ...] = (),
-) -> MemoryRule:
+def memory_rule(setting: Setting, warmup: tuple[int, ...]) -> MemoryRule:
     """Rule for what a stage holds: weight versions, gradient buffers, microbatches, slots.
 
-    Raises ScheduleError for an unknown name.
+    Raises ScheduleError for an unknown schedule.
     """
-    kind, counts = kind_of(name), replicas or (1,) * len(warmup)
-    shares = [StageDeployment(count).share(num_microbatches) for count in counts]
-    in_flight = tuple(map(kind.in_flight, warmup, shares))
+    kind, m = kind_of(setting.schedule), setting.num_microbatches
+    in_flight = tuple(kind.in_flight(depth, m) for depth in warmup)
     held = [kind.depth_held(depth, warmup[0]) for depth in warmup]
-    saved = tuple(map(kind.in_flight, held, shares))
-    late = clipping or max(counts) > 1
+    saved = tuple(kind.in_flight(depth, m) for depth in held)
     return MemoryRule(
         _alike(kind.versions(depth, warmup[0]) for depth in warmup),
-        _alike(kind.gradient_buffers(depth, warmup[0], late=late) for depth in warmup),
-        optimizer_factor,
+        _alike(kind.gradient_buffers(d, warmup[0], late=setting.clipping) for d in warmup),
+        setting.optimizer_factor,
         in_flight,
-        tuple(map(kind.slots, held, shares)),
+        tuple(kind.slots(depth, m) for depth in held),
         tuple(min(GRADIENT_SLOTS, count) for count in in_flight),
-        name,
-        saved if saved != in_flight else (),
-    )
-
-
-def rule_of(
-    setting: Setting, warmup: tuple[int, ...], replicas: tuple[int, ...] = ()
-) -> MemoryRule:
-    """The memory rule of the outer choices of a problem."""
-    return memory_rule(
         setting.schedule,
-        warmup,
-        setting.num_microbatches,
-        clipping=setting.clipping,
-        optimizer_factor=setting.optimizer_factor,
-        replicas=replicas,
+        saved if saved != in_flight else (),
     )
 
 

@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import torch
-
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, OpGraph
@@ -28,8 +26,8 @@ from pdcompile.passes.trace.batch_sizes import (
     fails_at,
     few_sizes,
     narrowed,
-    probe_sizes,
     size_range,
+    usual_sizes,
 )
 from pdcompile.passes.trace.call_order import Kind, check_order
 from pdcompile.passes.trace.interceptors.value_reads import GoesOn
@@ -129,14 +127,6 @@ class Attempts:
             found += [(mode, size) for size in (self._size, *others[:1])]
         return found
 
-    def _usual_sizes(self) -> tuple[int, ...]:
-        leaves = self._subject.flat.leaves
-        tensors = {path: x for path, x in leaves.items() if isinstance(x, torch.Tensor)}
-        dims = [self._subject.layout.dims.get(path) for path in tensors]
-        if all(dim is None for dim in dims):
-            return (self._size,) * 2  # twice: a call must not change the next
-        return probe_sizes(self._size, list(tensors.values()), dims)
-
     def _recording(self, training: bool, size: int) -> Recording:
         kind = training, size
         if kind not in self._recordings:
@@ -167,8 +157,8 @@ class Attempts:
         """
         first = self._recording(training, self._size)
         large = len(first.graph.ops) > MANY_OPS
-        usual, few = self._usual_sizes(), few_sizes(self._size)
-        attempts = [few, usual] if self._splits else [usual]
+        few, twice = few_sizes(self._size), (self._size,) * 2  # a call must not change the next
+        attempts = [few, usual_sizes(self._size)] if self._splits else [twice]
         if self._splits and self._size == 1 and (large or (train and train.sizes.is_one)):
             attempts = [few]
         for sizes in attempts:

@@ -15,8 +15,6 @@ from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Affine, Attr, Capture, DictOf, ListOf, Op, SizeRange, Slice, Value
@@ -29,34 +27,6 @@ if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.run import Recording
 
 MANY_OPS = 2_000  # above, a recording takes seconds, and as few as possible are made
-
-# Primes: sums and products of other sizes seldom look like them.
-_CANDIDATES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
-
-
-def probe_sizes(
-    microbatch_size: int, tensors: Sequence[torch.Tensor], batch_dims: Sequence[int | None]
-) -> tuple[int, ...]:
-    """Batch sizes to capture at: the one that will run, and others until there are three >= 2.
-
-    The others avoid the sizes of all other dims, so that equal numbers mean the same size; the
-    three are not evenly spaced, so that a number that counts calls does not look like one that
-    follows the batch.
-    """
-    taken = {
-        size
-        for tensor, batch_dim in zip(tensors, batch_dims, strict=True)
-        for dim, size in enumerate(tensor.shape)
-        if dim != batch_dim
-    } | {microbatch_size}
-    free = [size for size in _CANDIDATES if size not in taken]
-    free += [101, 103, 107] if len(free) < 3 else []
-    if microbatch_size < 2:
-        return microbatch_size, free[0], free[1], free[-1]
-    even = free[0] - microbatch_size == free[1] - free[0]
-    return microbatch_size, free[0], free[-1 if even else 1]
-
-
 _MEASURED = ("flops", "saved_bytes")
 
 
@@ -213,6 +183,14 @@ def few_sizes(microbatch_size: int) -> tuple[int, ...]:
     """
     end = _upper_ends(microbatch_size)[0]
     return (microbatch_size, end) if microbatch_size > 1 else (1, 60, end)
+
+
+def usual_sizes(microbatch_size: int) -> tuple[int, ...]:
+    """The first size and small ones, three of them 2 or more, at which most models run.  Primes, so
+    that sums and products of other sizes seldom look like them; and not evenly spaced, so that a
+    number that counts calls does not look like one that follows the batch."""
+    others = [size for size in (2, 3, 7) if size != microbatch_size]
+    return (microbatch_size, *others[: 2 + (microbatch_size < 2)])
 
 
 def _upper_ends(microbatch_size: int) -> tuple[int, ...]:

@@ -14,6 +14,9 @@ it and beyond it and back, S all of it, w its warm-up and A the reduction of its
 - S + (k − 1) max(F, W) + (k − 1 − w) min(F, W) ≤ T;
 - D + q R + rest (F + W) ≤ T, for q round trips that follow each other with w + 1 in flight.
 
+Where it is known which stage it is, as every rank has one that holds some of the path, its own
+speed counts, and the links that the path takes before and behind it (`Hops`).
+
 A stage that recomputes has F in W once more.  Where backward is split, all ways are of its first
 part, and the first of these holds for all of W without the way back.  A stream has (F + W) / r and
 A.  Memory is what surely is there.  Each of these says what a stage may compute besides, and all
@@ -42,7 +45,7 @@ from pdcompile.schedule.registry import ScheduleKind
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
-CLOSE = 1e-4  # relative: where the bisection ends
+CLOSE = 1e-7  # relative: where the bisection ends
 MOST = 200  # groups of the path that are told apart
 CELLS = 4e7  # of all tables of one probe; beyond, fewer groups are told apart
 FEWEST = 60
@@ -52,8 +55,8 @@ class Path:
     """A path of a model, and the sums of its groups over intervals j + 1 to k of it, as [j, k]."""
 
     def __init__(self, model: Model, most: int = MOST):
-        self.model = model
-        kept = _told_apart(model, heaviest_path(model), most)
+        self.model, self.whole = model, heaviest_path(model)
+        kept = self.kept = _told_apart(model, self.whole, most)
         self.size = len(kept)
         number = {v: n for n, v in enumerate(kept, start=1)}
         self.low, self.high = sides(model.num_groups, model.arcs, number, self.size)
@@ -125,13 +128,28 @@ def _told_apart(model: Model, path: Sequence[int], most: int) -> tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Hops:
+    """A stage among others that all hold some of the path: its speed, and by the boundaries before
+    and behind it seconds of a microbatch on links there and back, at least.
+
+    `last`: after the first stage's last backward, by the boundary behind that stage.
+    """
+
+    speed: float
+    before: Array
+    behind: Array
+    last: Array
+
+
+@dataclass(frozen=True, slots=True)
 class StageRules:
     """Stages of a setting, as its bound knows them.
 
     `fastest`: speed of the fastest device; `limit`: bytes of the largest, None where one has no
     limit; `share`: microbatches that a replica takes, by its row of the menu.  Of a row and the
     ranks behind the stage: `deepest`, its most warm-up, and `held`, how often it holds what is
-    trained and what is saved, at least.  `ring`: the best link that so many replicas may have.
+    trained and what is saved, at least.  `ring`: the best link that so many replicas may have;
+    `hops`: of each stage, where these are known; `most_lost`: stages without any of the path.
     """
 
     kind: ScheduleKind
@@ -144,6 +162,8 @@ class StageRules:
     deepest: Callable[[StageDeployment, int], int]
     held: Callable[[StageDeployment, int], tuple[float, int]]
     ring: Callable[[int], Link] = lambda _: StageLimits()
+    hops: Sequence[Hops] = ()
+    most_lost: float = np.inf
 
 
 @dataclass
@@ -175,7 +195,7 @@ class PathBound:
         """True if nothing shows that these seconds are not enough."""
         return any(
             self._chain(seconds, lost)
-            for lost in range(self.rules.ranks)
+            for lost in range(int(min(self.rules.ranks, self.rules.most_lost + 1)))
             if lost >= len(self.floors) or self.floors[lost] <= seconds
         )
 
@@ -205,7 +225,7 @@ class PathBound:
         self, option: StageDeployment, after: int, seconds: float, lost: int, aside: float
     ) -> Array:
         """[j, k]: work of a microbatch that the stage may do; −inf where it takes too long."""
-        path, v = self.path, self.rules.fastest
+        path, v = self.path, self._hops(after, lost).speed
         surely, found = self._sure("work", lost), path.open_work
         fits = np.arange(path.size + 1)[:, None] < np.arange(path.size + 1)[None, :]
         for value, times in self._demands(option, after, lost, aside):
@@ -221,12 +241,21 @@ class PathBound:
         result: Array = np.where(fits, found, -np.inf)
         return result
 
+    def _hops(self, after: int, lost: int) -> Hops:
+        """Those of the stage with so many ranks behind it; none where no one knows which it is."""
+        rules = self.rules
+        if rules.hops and not lost:
+            return rules.hops[rules.ranks - 1 - after]
+        none = np.zeros(self.path.size + 1)
+        return Hops(rules.fastest, none, none, none)
+
     def _demands(
         self, option: StageDeployment, after: int, lost: int, aside: float
     ) -> Iterator[tuple[Array, float]]:
         """Seconds of each stage, and how much they grow at least with a second of other work."""
         rules, v, r = self.rules, self.rules.fastest, option.replicas
-        f, w = (self._sure(name, lost) / v for name in ("forward", "backward"))
+        hops = self._hops(after, lost)
+        f, w = (self._sure(name, lost) / hops.speed for name in ("forward", "backward"))
         w = w + option.again(1.0) * f
         summed = self._reduction(r, lost) if r > 1 else np.zeros((1, 1))
         if rules.stream:
@@ -242,16 +271,18 @@ class PathBound:
             for row in (np.array(model.forward), part * np.array(model.backward))
         )
         yield down + share * (f + w) + summed, share
-        again, ways = option.again(1.0) * f, self._ways(part, aside) / v
-        home = part * self._sure("backward", lost) / v + again
-        yield down + up + share * (f + home), share if part == 1 else 0.0
+        again, ways = option.again(1.0) * f, self._ways(part, aside)[:, None] / v
+        home = part * self._sure("backward", lost) / hops.speed + again
+        before, behind = hops.before[:, None], hops.behind[None, :]
+        ends = before + (hops.last[:, None] if after + 1 < rules.ranks else hops.last[None, :])
+        yield down + up + share * (f + home) + ends, share if part == 1 else 0.0
         depth = min(rules.deepest(option, after + lost) + 1, share)
-        through = ways[0] + (share - 1) * np.maximum(f, home)
+        through = ways[0] + behind + (share - 1) * np.maximum(f, home)
         through = through + (share - depth) * np.minimum(f, home)
-        yield through + again, (share - depth) if part == 1 else 0.0
+        yield through + again + ends, (share - depth) if part == 1 else 0.0
         for trips, rest in trips_in_turn(share, depth):
-            around = ways[:, None] * trips + rest * (f + home)
-            yield down + up + around, rest if part == 1 else 0.0
+            around = (ways + behind) * trips + rest * (f + home)
+            yield down + up + around + ends, rest if part == 1 else 0.0
 
     def _ways(self, part: float, aside: float) -> Array:
         """Work of a microbatch on the stage and later ones, there and back, by where it begins."""
@@ -280,9 +311,9 @@ class PathBound:
         return self._tables[key]
 
 
-def groups_told_apart(ranks: int, rows: int) -> int:
+def groups_told_apart(ranks: int, rows: int, most: int = MOST) -> int:
     """Number of groups of a path that keeps the tables of a probe small."""
-    return int(min(MOST, max(FEWEST, (CELLS / max(ranks * rows, 1)) ** 0.5)))
+    return int(min(most, max(FEWEST, (CELLS / max(ranks * rows, 1)) ** 0.5)))
 
 
 def heaviest_path(model: Model) -> tuple[int, ...]:

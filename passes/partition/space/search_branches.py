@@ -15,7 +15,7 @@ from pdcompile.passes.partition.space.pipelines import (
     simple_bound,
 )
 from pdcompile.passes.partition.space.seats import Seats, arrangements
-from pdcompile.passes.schedules import rule_of, warmup
+from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.deployment import StageDeployment, stage_limits
@@ -58,7 +58,7 @@ class Branch:
         return replace(
             self.prepared.problem,
             stages=stage_limits(self.seats.cluster, self.seats.ranks),
-            memory=rule_of(setting, self.warmup),
+            memory=memory_rule(setting, self.warmup),
             num_microbatches=setting.num_microbatches,
             objective=kind_of(setting.schedule).objective,
         )

@@ -11,6 +11,8 @@ from pdcompile.passes.partition.any_cut import AnyCut, Row, any_cut
 from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.space.path_bound import (
+    Array,
+    Hops,
     Path,
     PathBound,
     StageRules,
@@ -23,9 +25,12 @@ from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import kind_of
 
+MOST = 300  # groups of the path that are told apart
 
-def rules_of(model: Model, depths: Sequence[int]) -> StageRules:
+
+def rules_of(path: Path, depths: Sequence[int]) -> StageRules:
     """Stages of a problem of one rank each, and of these warm-ups."""
+    model = path.model
     problem, stages = model.problem, model.problem.stages
     limits = [size for one in stages if (size := one.memory_bytes) is not None]
     rule, kind, count = problem.memory, kind_of(problem.memory.schedule), model.num_stages
@@ -44,7 +49,50 @@ def rules_of(model: Model, depths: Sequence[int]) -> StageRules:
         kind, problem.objective == "bottleneck", problem.num_microbatches, count,
         (StageDeployment(),), max(one.speed for one in stages),
         max(limits) if len(limits) == len(stages) else None, deepest, held,
+        hops=hops_of(path) if problem.objective == "flush" else (),
+        most_lost=np.inf if problem.allow_empty else model.num_groups - path.size,
     )  # fmt: skip
+
+
+def hops_of(path: Path) -> list[Hops]:
+    """Links between stages that all hold some of the path: on each at least what one of its groups
+    passes to the next; and the new weights of what its first group shares with a later one."""
+    model, stages = path.model, path.model.problem.stages
+    places = [path.whole.index(v) for v in path.kept]
+
+    def between(link: StageLimits) -> Array:
+        each = np.add(*_passed(model, path.whole, link))
+        least = [each[a:b].min() for a, b in pairwise(places)]
+        return np.array([np.inf, *least, np.inf])
+
+    none = np.full(path.size + 1, np.inf)
+    before, behind = [none.copy()], [none.copy()]
+    before[0][0] = behind[0][-1] = 0.0
+    hops = [between(link) for link in stages[:-1]]
+    for there, back in zip(hops, reversed(hops), strict=True):
+        fewer = np.minimum.accumulate(before[-1])[:-1]
+        before.append(there + np.concatenate(([np.inf], fewer)))
+        more = np.minimum.accumulate(behind[-1][::-1])[::-1][1:]
+        behind.append(back + np.concatenate((more, [np.inf])))
+    last = np.zeros(path.size + 1)
+    for flow in model.flows:
+        if flow.tied and path.high[flow.sources[0]] == 1:
+            once = min(flow.forward_seconds(link) for link in stages)
+            later = last[: max(path.low[v] for v in flow.sinks)]
+            np.maximum(later, model.problem.num_microbatches * once, out=later)
+    each = zip(stages, before, reversed(behind), strict=True)
+    return [Hops(stage.speed, ahead, beyond, last) for stage, ahead, beyond in each]
+
+
+def _passed(model: Model, path: Sequence[int], link: StageLimits) -> tuple[Array, Array]:
+    """Seconds on a link of what each group of a path passes to the next, and of what returns."""
+    there, back = np.zeros(len(path) - 1), np.zeros(len(path) - 1)
+    place, following = {v: n for n, v in enumerate(path)}, dict(pairwise(path))
+    for flow in with_gradients(model):
+        if following.get(flow.sources[0]) in flow.sinks:
+            there[place[flow.sources[0]]] += flow.forward_seconds(link)
+            back[place[flow.sources[0]]] += flow.backward_seconds(link)
+    return there, back
 
 
 def straight_bound(
@@ -57,7 +105,8 @@ def straight_bound(
     """
     in_flight, m = model.problem.memory.in_flight, model.problem.num_microbatches
     depths = warmup_of(in_flight, model.num_stages, m)
-    path, rules = Path(model, groups_told_apart(model.num_stages, 1)), rules_of(model, depths)
+    path = Path(model, groups_told_apart(model.num_stages, 1, MOST))
+    rules = rules_of(path, depths)
     floors: list[float] = []
     if cut is not None:
         each = cut.each(model.forward, model.backward, np.array([model.lowest, model.highest]))
@@ -77,18 +126,10 @@ def cut_of(model: Model, late: Late) -> AnyCut | None:
     work = sum(model.forward), sum(model.backward)
     if problem.objective == "bottleneck" or not sum(work) or len(path) < model.num_stages:
         return None
-    following = dict(pairwise(path))
-    carried = [one for one in with_gradients(model) if following.get(one.sources[0]) in one.sinks]
 
     def least(link: StageLimits) -> tuple[float, float]:
-        """Seconds of what passes between two groups of the path, at least."""
-        there: dict[int, float] = {}
-        back: dict[int, float] = {}
-        for flow in carried:
-            v = flow.sources[0]
-            there[v] = there.get(v, 0.0) + flow.forward_seconds(link)
-            back[v] = back.get(v, 0.0) + flow.backward_seconds(link)
-        return min(there.values()), min(back.values())
+        there, back = _passed(model, path, link)
+        return float(there.min()), float(back.min())
 
     in_flight, m = problem.memory.in_flight, problem.num_microbatches
     row = Row(
