@@ -252,10 +252,10 @@ def _ranges(
             )
         other, before = pinned.setdefault(group, (item, stage))
         if before != stage:
-            first = f"{problem.items[other].name!r} to stage {before}"
-            where = f"{name!r} to stage {stage}, and they must share a stage"
+            what = f"{name!r} to stage {stage}, and they must share a stage"
+            what = what if other != item else f"and to stage {stage}"
             raise InfeasibleError(
-                f"contradictory pins: {first}, {where if other != item else f'and to stage {stage}'}",
+                f"contradictory pins: {problem.items[other].name!r} to stage {before}, {what}",
                 remedy="drop one of the pins",
             )
         lowest[group] = highest[group] = stage
