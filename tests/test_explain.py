@@ -147,7 +147,7 @@ def test_the_verb(schedule: str, tmp_path: Path, call: Call) -> None:
     code, out, err = call("explain", write(plan, tmp_path))
     assert (code, err) == (0, "")
     for part in ("certificate: ", "bound by", " decides", "0 | 1", "1 | 2", "next-best cut",
-                 "what a looser limit gains", "--bandwidth unlimited"):  # fmt: skip
+                 "without one limit or option", "--bandwidth unlimited"):  # fmt: skip
         assert part in out, part
     assert ("critical path" in out) == (schedule != "2bw")
     assert max(len(line) for line in out.splitlines() if line[:10] != "pdcompile ") <= 100

@@ -40,13 +40,38 @@ def gpt(**options: Any) -> pdcompile.Pipeline:
     )  # fmt: skip
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 5))
-def test_homes_are_balanced(sizes: list[int], count: int) -> None:
-    named = {str(n): size for n, size in enumerate(sizes)}
-    homes = balanced_homes(named, count)
-    held = [sum(named[f] for f, home in homes.items() if home == h) for h in range(count)]
-    assert homes.keys() == named.keys()
-    assert max(held) <= sum(sizes) / count + (1 - 1 / count) * max(sizes)
+SIZES = st.lists(st.integers(1, 9), max_size=12)
+
+
+@given(st.lists(SIZES, min_size=1, max_size=4), st.integers(1, 5), st.booleans())
+def test_homes_are_balanced_over_all_stages(
+    stages: list[list[int]], count: int, turned: bool
+) -> None:
+    """Of stages on the same ranks, in whatever order each has them."""
+    named = [{f"{s}.{n}": one for n, one in enumerate(own)} for s, own in enumerate(stages)]
+    ranks = [[(s * turned + n) % count for n in range(count)] for s in range(len(stages))]
+    homes, held = balanced_homes(ranks, named), [0] * count
+    for own, of in zip(ranks, named, strict=True):
+        for fqn, size in of.items():
+            held[own[homes[fqn]]] += size
+    sizes = [one for own in stages for one in own]
+    assert len(homes) == len(sizes)
+    assert max(held) <= sum(sizes) / count + (1 - 1 / count) * max(sizes, default=0)
+
+
+def test_ranks_that_run_all_stages_update_alike() -> None:
+    """The head and the embedding, which are the largest, have homes on unlike ranks."""
+    plan = gpt(schedule="round", replicas=None, updates="home", cluster="1x2", stages=3).plan
+    held = [one.optimizer_bytes for one in plan.ledgers]
+    assert max(held) <= 1.1 * sum(held) / len(held)
+    assert max(max(one.home_bytes) / sum(one.home_bytes) for one in plan.stages) > 0.6
+    seconds = [
+        sum(e.end_seconds - e.start_seconds for e in simulate(plan).timeline
+            if (e.rank, e.action) == (rank, Action.STEP))
+        for rank in range(2)
+    ]  # fmt: skip
+    each = [plan.training.update_seconds(one / 2, versions=False) for one in held]
+    assert seconds == pytest.approx(each)
 
 
 def test_the_ledger_has_the_optimizer_state_of_each_home() -> None:

@@ -24,8 +24,10 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, Forecast, Plan, TiedParameter
 from pdcompile.plan.times import times_of
 from pdcompile.reference import reference
+from pdcompile.report.plan_table import explain
 from pdcompile.schedule import Action
 from pdcompile.schedule.registry import KINDS, allowed
+from pdcompile.units import format_bytes
 from tests.helpers import alike
 from tests.helpers.alike import WORKLOAD, Call, run_verbs
 from tests.helpers.launch import processes
@@ -215,6 +217,35 @@ def test_the_planner_chooses_where_updates_are() -> None:
     plan = compiled(mlp, cluster="1x2", updates="auto").plan
     assert plan.training.updates == "home"
     assert all(len(stage.home_bytes) == 2 for stage in plan.stages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_host_holds_what_ranks_of_cpus_do(name: str) -> None:
+    plan = compiled(mlp, cluster="1x2", updates="home", schedule=name, recompute=True).plan
+    gpus = Cluster((Device("cuda"),) * 2, (Level("host", 2, 1e9),)).to_toml()
+    held = [one.weights_bytes + one.gradients_bytes + one.optimizer_bytes for one in plan.ledgers]
+    away = replace(plan, cluster=gpus)
+    assert (plan.host_bytes, away.host_bytes) == (0, pytest.approx(sum(held), abs=16))
+    shown = explain(replace(away, forecast=simulate(away).forecast))
+    assert f"host, beside these: {format_bytes(away.host_bytes)} of weights" in shown
+    assert "copied at 12.0 GB/s" in shown
+
+
+@pytest.mark.parametrize("again", ["on", "auto"])
+def test_the_bound_has_the_ways_of_weights(tmp_path: Path, call: Call, again: str) -> None:
+    """Where all stages recompute; where they need not, weights may stay."""
+    gpus = (Device("cuda", host_bytes_per_second=1e5),) * 2
+    file, cluster = tmp_path / "plan.json", tmp_path / "cluster.toml"
+    cluster.write_text(Cluster(gpus, (Level("host", 2, 1e9),)).to_toml())
+    given = ["--cluster", str(cluster), "--schedule", "round", "--updates", "home"]
+    given += ["--recompute", again, "--costs", "estimated"]
+    run_verbs(call, ["plan", WORKLOAD, *given, "-o", str(file)])
+    plan = Plan.load(file)
+    ways = sum(2 * one.parameter_bytes + one.trainable_bytes for one in plan.stages) / 1e5
+    least = plan.training.num_microbatches / 2 * ways
+    certificate = plan.certificate
+    assert (certificate.bound_seconds > least * 0.999) == plan.fetched == (again == "on")
+    assert certificate.bound_seconds <= certificate.objective_seconds
 
 
 @pytest.mark.parametrize("name", NAMES)

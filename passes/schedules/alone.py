@@ -39,6 +39,9 @@ def chain(schedule: str, num_stages: int, num_microbatches: int, num_ranks: int)
     return Plan("", stages, edges, (), training, "", certificate)
 
 
+_ANY = "`pdcompile simulate` draws any plan"
+
+
 def written_of(plan: Plan) -> Written:
     """The tasks of a plan's schedule, as a file has them.
 
@@ -52,14 +55,17 @@ def written_of(plan: Plan) -> Written:
         does = "leaves microbatches in flight" if kind.stream else "updates nothing"
         raise ScheduleError(
             f"schedule {kind.name!r} {does}, and a file is one minibatch that ends with its update",
-            remedy=f"a schedule that drains: {flush_schedules()}",
+            remedy=f"a schedule that drains: {flush_schedules()}; {_ANY}",
         )
     replicated = next((stage for stage in plan.stages if stage.replicas > 1), None)
     if replicated is not None:
+        count = replicated.replicas
+        does, other = f"has {count} replicas", "a plan without replicas"
+        if kind.dispatched:
+            does, other = f"runs on {count} ranks", "as many stages as ranks, or 2, 3, … times that"
         raise ScheduleError(
-            f"stage {replicated.index} has {replicated.replicas} replicas, and a file has one rank "
-            "for a stage",
-            remedy="a plan without replicas; `pdcompile simulate` draws any plan",
+            f"stage {replicated.index} {does}, and a file has one rank for a stage",
+            remedy=f"{other}; {_ANY}",
         )
     rows = [
         tuple(

@@ -155,12 +155,13 @@ class Clock(Visitor):
         return seconds
 
     def _pace(self, step: Step) -> float:
-        """Seconds of a rank by those of its stage."""
-        stage = step.one.stage
-        paces = self.plan.stages[stage].paces
-        if not paces or step.one.action is Action.STEP:
+        """Seconds of a rank by those of its stage: of an update, by the bytes of its home."""
+        stage, updates = self.plan.stages[step.one.stage], step.one.action is Action.STEP
+        each = stage.home_bytes if updates else stage.paces
+        if not any(each):
             return 1.0
-        return paces[self.spec.ranks[stage].index(step.rank)]
+        own = each[self.spec.ranks[step.one.stage].index(step.rank)]
+        return own / max(each) if updates else own
 
     def stray(self, step: Step) -> None:
         raise ScheduleError(f"rank {step.rank} at {step.one} waits for what was not begun before")

@@ -22,7 +22,7 @@ from pdcompile.passes.costs.forecast import Progress, Rehearsal, rehearsals_of, 
 from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
-from pdcompile.plan import NOT_CERTIFIED, Plan, StagePlan, Training
+from pdcompile.plan import NOT_CERTIFIED, Plan, StagePlan, TiedParameter, Training
 from pdcompile.problem.deployment import balanced_homes
 from pdcompile.units import format_bytes
 
@@ -74,6 +74,7 @@ def plan_of_cut(
     ops: list[list[Op]] = [[] for _ in ranks]
     for op in graph.ops:
         ops[stage_of[op.name]].append(op)
+    updated = _updated(given, ops, tied, ranks, training)
     stages = tuple(
         _at_speed(
             _stage(
@@ -82,7 +83,7 @@ def plan_of_cut(
                 ops[s],
                 own,
                 resident[s],
-                {one.fqn for one in tied if s in one.stages[1:]},
+                updated[s],
                 training,
                 b if s == last else 0,
             ),
@@ -182,14 +183,14 @@ def _stage(
     ops: list[Op],
     ranks: tuple[int, ...],
     resident: Resident | StagePlan,
-    copies: set[str],
+    updated: Sequence[Sequence[int]],
     training: Training,
     b: int,
 ) -> StagePlan:
     """One stage, on ranks of speed 1.
 
     Args:
-        copies: tied parameters that an earlier stage updates.
+        updated: bytes of the parameters that each home updates; of one, where each replica does.
         b: the size of a microbatch on the last stage, which has the outputs; 0 on others.
     """
     costs = [op.cost or OpCost() for op in ops]
@@ -197,12 +198,6 @@ def _stage(
     parameters = {info.fqn: info for info in tensors if info.kind == "parameter"}
     trainable = {fqn: info for fqn, info in parameters.items() if info.requires_grad}
     input_bytes, output_bytes = _caller_bytes(graph, ops, training, b)
-    owned = {  # in the order in which the optimizer gets them
-        fqn: trainable[fqn].bytes for fqn in graph.tensors if fqn in trainable and fqn not in copies
-    }
-    count = len(ranks) if training.updates == "home" else 1
-    homes = balanced_homes(owned, count)
-    updated = [[owned[fqn] for fqn in owned if homes[fqn] == home] for home in range(count)]
     home_bytes = tuple(map(sum, updated))
     versions = training.kind.stream
     found = StagePlan(
@@ -218,11 +213,36 @@ def _stage(
         step_bytes=max(map(training.step_bytes, updated)),
         update_seconds=training.update_seconds(max(home_bytes), versions=versions),
         replicas=len(ranks),
-        home_bytes=home_bytes if count > 1 else (),
+        home_bytes=home_bytes if len(home_bytes) > 1 else (),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
     )
     return replace(found, **{name: getattr(resident, name) for name in _HELD})
+
+
+def _updated(
+    graph: OpGraph,
+    ops: Sequence[Sequence[Op]],
+    tied: Sequence[TiedParameter],
+    ranks: Sequence[Sequence[int]],
+    training: Training,
+) -> list[list[list[int]]]:
+    """Bytes of the parameters that are updated, by stage and home, in the optimizer's order."""
+    found, sizes = [], []
+    for s, held in enumerate(ops):
+        used = {fqn for op in held for fqn in op.used_tensors}
+        used -= {one.fqn for one in tied if s in one.stages[1:]}  # which an earlier stage updates
+        infos = [one for fqn, one in graph.tensors.items() if fqn in used]
+        trained = [one for one in infos if one.kind == "parameter" and one.requires_grad]
+        sizes.append({one.fqn: one.bytes for one in trained})
+    updating = ranks if training.updates == "home" else [own[:1] for own in ranks]
+    homes = balanced_homes(updating, sizes)
+    for own, of in zip(updating, sizes, strict=True):
+        each: list[list[int]] = [[] for _ in own]
+        for fqn, size in of.items():
+            each[homes[fqn]].append(size)
+        found.append(each)
+    return found
 
 
 def _at_speed(stage: StagePlan, speed: float) -> StagePlan:

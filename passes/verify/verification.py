@@ -120,10 +120,12 @@ class Verification:
             return f"{self.ops} ops, training and evaluation: {self.unverified}"
         steps = f"{self.steps} steps on {self.steps} inputs, " if self.steps > 1 else ""
         first = [row for row in self.rows if row.step == 0]
+        trains = any(row.mode == "train" for row in first)
+        modes = "training and evaluation" if trains else "evaluation"
         return (
             f"{sum(row.outputs for row in first)} outputs and losses, "
             f"{sum(row.gradients for row in first)} gradients, "
-            f"{sum(row.buffers for row in first)} buffers, training and evaluation, {steps}"
+            f"{sum(row.buffers for row in first)} buffers, {modes}, {steps}"
             f"microbatch of {self.microbatch_size}"
         )
 

@@ -22,10 +22,11 @@ from pdcompile.parts.shard import Split
 from pdcompile.schedule.registry import (
     DEFAULT,
     KINDS,
-    allowed,
     described,
+    dispatched_names,
     in_one_piece,
     in_turn,
+    late_to_auto,
     several_a_rank,
     usual_stages,
 )
@@ -219,7 +220,7 @@ class MachineOptions:
     stages: int | None = option(
         None,
         f"Stages; default: {usual_stages()}. Under {several_a_rank()} also a multiple of the "
-        "devices, which take turns.",
+        f"devices, which take turns; under {dispatched_names()} any number.",
         "Stage s is then on device s mod R of R, or out over the devices and back, as the schedule "
         "places them.  "
         "In one process without a cluster these have two on a device.",
@@ -337,7 +338,7 @@ class SearchOptions:
     max_staleness: int | Literal["any"] = option(
         0,
         "With schedule auto: how many minibatches old the weights may be that gradients are of; 1 "
-        f"and any allow {', '.join(n for n in allowed(1) if n not in allowed(0))}.",
+        f"and any allow {', '.join(late_to_auto())}.",
         check=one_of(0, 1, "any"),
         compared=True,
         of_search=True,

@@ -324,6 +324,16 @@ class Plan:
         return kind.dispatched and homes and again and bool(self.cluster) and self.machines.apart
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizers' states in that memory, of all ranks."""
+        spec, found = self.spec, 0
+        for s, stage in enumerate(self.stages if self.fetched else ()):
+            trained = spec.versions(s) - 1 + stage.replicas * spec.gradient_buffers(s)
+            found += stage.parameter_bytes + trained * stage.trainable_bytes
+            found += math.floor(self.training.optimizer_factor * sum(stage.home_bytes))
+        return found
+
+    @property
     def patterned(self) -> bool:
         """True if replicas of a stage take microbatches in other turns than one after the other."""
         return any(stage.turns not in ((), in_turn(stage.replicas)) for stage in self.stages)

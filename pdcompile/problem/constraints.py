@@ -234,8 +234,10 @@ def parsed(given: Mapping[str, Sequence[str]]) -> tuple[Constraint, ...]:
                 option = f"--{name.replace('_', '-')}"
                 like = f'such as {option} "{_EXAMPLES[kind]}"'
                 cause = f": {error.message}" if isinstance(error, ConfigError) else ""
+                known = error.remedy if isinstance(error, ConfigError) else ""
+                remedy = f"{known}, {like}" if known else like
                 raise ConfigError(
-                    f"{option} {text!r} cannot be read{cause}", where=option, remedy=like
+                    f"{option} {text!r} cannot be read{cause}", where=option, remedy=remedy
                 ) from None
     return tuple(found)
 

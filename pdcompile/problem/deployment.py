@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,13 +11,24 @@ from pdcompile.cluster import Amount, Cluster, Link, ring_seconds
 from pdcompile.problem import StageLimits
 
 
-def balanced_homes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Home of each parameter, one of so many, from its bytes: the largest first, each to the home
-    that has the least so far (Graham, 1969: at most one third above the best balance)."""
-    homes, held = dict[str, int](), [0] * count
-    for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
-        homes[name] = held.index(min(held))
-        held[homes[name]] += sizes[name]
+def balanced_homes(
+    ranks: Sequence[Sequence[int]], sizes: Sequence[Mapping[str, int]]
+) -> dict[str, int]:
+    """Home of each parameter, one of its stage's replicas: the largest first, each to the replica
+    whose rank has the least so far of all its stages (Graham, 1969: where stages have the same
+    ranks, at most one third above the best balance).
+
+    Args:
+        ranks: of each stage's replicas.
+        sizes: bytes of the parameters that each stage updates, by name.
+    """
+    homes, held = dict[str, int](), Counter[int]()
+    named = [(-size, name, own) for own, of in zip(ranks, sizes, strict=True)
+             for name, size in of.items()]  # fmt: skip
+    for size, name, own in sorted(named, key=lambda one: one[:2]):
+        home = min(own, key=held.__getitem__)
+        homes[name] = own.index(home)
+        held[home] -= size
     return homes
 
 

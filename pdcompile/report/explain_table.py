@@ -38,7 +38,10 @@ def explain_report(found: Explanation) -> Group:
     if found.boundaries:
         parts += [Text(""), boundary_table(found)]
     if found.commands:
-        parts += [Text(""), Text("what a looser limit gains (pdcompile diff compares plans):")]
+        parts += [
+            Text(""),
+            Text("what plans gain without one limit or option (pdcompile diff compares them):"),
+        ]
     return Group(*parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 
@@ -15,7 +16,7 @@ from pdcompile.problem import BY_RULE, ONE_GROUP
 from pdcompile.report import labels
 from pdcompile.report.labels import Terminal, counted
 from pdcompile.schedule.registry import name_of
-from pdcompile.units import format_bytes, format_seconds
+from pdcompile.units import format_bytes, format_rate, format_seconds
 
 LEDGER_LINES = tuple(
     (name, name.removesuffix("_bytes").replace("_", " ")) for name in MemoryLedger.__slots__
@@ -40,7 +41,7 @@ def plan_report(plan: Plan) -> Group:
     """Stages, memory, forecast, certificate and notes, one below the other."""
     parts: list[RenderableType] = [headline(plan), stage_table(plan)]
     if plan.forecast is not None:
-        parts += [memory_table(plan), forecast_line(plan)]
+        parts += [memory_table(plan), *_on_host(plan), forecast_line(plan)]
     parts.append(certificate_line(plan))
     parts += [alternatives_table(plan)] if plan.alternatives else []
     parts += [Text(f"note: {note}") for note in plan.notes]
@@ -156,6 +157,15 @@ def memory_table(plan: Plan) -> Table:
             style="red" if limit is not None and ledger.total_bytes > limit else None,
         )
     return table
+
+
+def _on_host(plan: Plan) -> Iterator[Text]:
+    """A line on the memory of the host that ranks need, where weights rest there."""
+    if plan.host_bytes:
+        held = f"{format_bytes(plan.host_bytes)} of weights, gradients and optimizer states"
+        rates = sorted({one.host_rate for one in plan.machines.devices})
+        each = " to ".join(dict.fromkeys(map(format_rate, (rates[0], rates[-1]))))
+        yield Text(f"in pinned memory of the host, beside these: {held}, copied at {each}")
 
 
 def forecast_line(plan: Plan) -> Text:

@@ -466,10 +466,20 @@ def several_a_rank(per_rank: int = 2) -> str:
     return " or ".join(names(lambda k: k.trains and not k.dispatched and k.holds(per_rank)))
 
 
+def late_to_auto() -> tuple[str, ...]:
+    """Schedules on weights one minibatch old that schedule="auto" may take."""
+    return tuple(n for n in allowed(1) if n not in allowed(0) and KINDS[n].by_planner)
+
+
+def dispatched_names() -> str:
+    """Schedules under which no stage has a rank of its own, for help texts."""
+    return " and ".join(names(lambda k: k.dispatched))
+
+
 def usual_stages() -> str:
     """Stages that a rank holds where nobody says, for help texts."""
     more = (f"under {k.name} {k.usual}" for k in KINDS.values() if k.usual > 1)
-    return ", ".join(["one a device", *more])
+    return ", ".join(["one a device", *more, f"under {dispatched_names()} one more than devices"])
 
 
 def with_replicas() -> str:

@@ -60,7 +60,7 @@ class Homes:
         if not self.of:
             own = [one for fqn, one in self._state.named_parameters() if self.at_home(fqn)]
             return (
-                f"the optimizer of this process steps {len(own)} parameters "
+                f"the optimizer of this process steps {len(own)} parameter{'s' * (len(own) != 1)} "
                 f"({format_bytes(sum(one.nbytes for one in own))}); {len(self._absent)} others are "
                 "stepped by other replicas"
             )

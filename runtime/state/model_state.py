@@ -40,12 +40,13 @@ def homes_of_replicas(
     spec: PipelineSpec, infos: Mapping[str, TensorInfo], stages: Mapping[str, Sequence[int]]
 ) -> dict[str, int]:
     """The replica that updates each parameter, where not every one does."""
-    found = dict[str, int]()
-    for stage, ranks in enumerate(spec.ranks):
-        if spec.gathers(stage):
-            own = (f for f, i in infos.items() if i.requires_grad and stages[f][0] == stage)
-            found |= balanced_homes({fqn: infos[fqn].bytes for fqn in own}, len(ranks))
-    return found
+    if not spec.homes:
+        return {}
+    sizes: list[dict[str, int]] = [{} for _ in spec.ranks]
+    for fqn, info in infos.items():
+        if info.requires_grad:
+            sizes[stages[fqn][0]][fqn] = info.bytes
+    return balanced_homes(spec.ranks, sizes)
 
 
 def check_state(

@@ -253,10 +253,11 @@ class ModelWatch:
             if name not in self._tied:
                 raise _changed(name, "was written", "a tensor in a container", _BUFFER)
             raise ConfigError(
-                "a parameter was changed that other ranks hold copies of (tied weights), or this "
-                "very memory (weights once a host)",
+                "a parameter was changed that other ranks hold copies of (tied weights), or that "
+                "all ranks of a host read in one memory (weights once a host)",
                 where=name,
-                remedy="call pipe.load_state_dict({name: value}) on every rank instead",
+                remedy="call pipe.load_state_dict({name: value}) on every rank instead of writing "
+                "to it; this pipeline takes no further call: go on from a checkpoint",
             )
 
     def _tensors(self) -> list[tuple[str, Tensor]]:

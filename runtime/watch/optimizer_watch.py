@@ -67,7 +67,8 @@ def homes_of(build: Any, state: State) -> dict[str, int]:
     homes, units = dict[str, int](), list[list[str]]()
     for names in state.owned:
         count = 1 if beside is None else beside.count
-        own = balanced_homes({fqn: wholes[fqn].nbytes for fqn in found.intersection(names)}, count)
+        sizes = {fqn: wholes[fqn].nbytes for fqn in found.intersection(names)}
+        own = balanced_homes([range(count)], [sizes])
         homes |= own
         apart = [[fqn for fqn in names if own.get(fqn) == part] for part in range(count)]
         units += [[fqn for fqn in names if fqn not in found], *apart]

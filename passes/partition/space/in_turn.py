@@ -70,21 +70,36 @@ class StagesInTurn:
     @cached_property
     def cut(self) -> AnyCut:
         """The bound for any cut whose stages all hold some of the longest path, and its shares."""
-        model, r, name = self.prepared.whole, self.counts[0], self.setting.schedule
+        r, name = self.counts[0], self.setting.schedule
         m, speeds = self.setting.num_microbatches, self.on().speeds
         share = StageDeployment(r).share(m)
         if kind_of(name).dispatched:  # those that are over are on this rank or that
             share = max(m // r, 1)
-        again = False not in self.space.recompute and not kind_of(name).splits_backward
+        again = self._again and not kind_of(name).splits_backward
         free = ((0.0, 0.0),) * (len(speeds) - 1)
         row = Row(name, share, self.warmup, tuple(speeds), free, self.placement, again)
         budget = Budget(SECONDS)
-        return any_cut(row, sum(model.forward), sum(model.backward), lambda: budget.late)
+        forward, backward = self._seconds
+        return any_cut(row, sum(forward), sum(backward), lambda: budget.late)
 
     def bound(self) -> float:
         """Seconds of a minibatch that no such cut is below."""
-        model = self.prepared.whole
-        return float(self.cut.each(model.forward, model.backward).sum()) * (1 - 1e-9)
+        return float(self.cut.each(*self._seconds).sum()) * (1 - 1e-9)
+
+    @property
+    def _again(self) -> bool:
+        """True if every stage recomputes."""
+        return False not in self.space.recompute
+
+    @cached_property
+    def _seconds(self) -> tuple[list[float], list[float]]:
+        """Seconds of each group forward and backward at speed 1, at least: with its weights' way
+        from the host and its gradients' there, where a rank gets them to run it."""
+        model, on = self.prepared.whole, self.on(again=self._again)
+        each = min(on.speeds) / max(on.rates.values()) if on.rates else 0.0
+        trained = each * np.array(model.trainable_bytes, dtype=float)
+        held = trained + each * np.array(model.frozen_bytes, dtype=float)
+        return (model.forward + held).tolist(), (model.backward + trained).tolist()
 
     def candidates(self, _: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
         """(bound, candidate), None for one that breaks something."""
@@ -131,7 +146,7 @@ class StagesInTurn:
     ) -> list[Matrix]:
         """Loads of the stages, by the shares of all work that they are to have, within so many
         bytes of each."""
-        again = True in self.space.recompute if limits else False not in self.space.recompute
+        again = True in self.space.recompute if limits else self._again
         on, stages = self.on(again=again), range(len(self.counts))
         on = replace(on, limits=[(limits or {}).get(s) for s in stages])
         loads = segments.loads(on, stages)
