@@ -1,9 +1,9 @@
 """The planner on other people's problems and on ours: objectives, proofs, seconds, memory.
 
-    python benchmarks/planner.py [--only placement,pipedream,…] [--write PAGE]
+    python benchmarks/planner.py [--only placement,pipedream,…] [--rows TEXT] [--write PAGE]
 
 Sections: placement, pipedream, papers, piper, scale, own, real, auto, regret, parts,
-parts_published, large, beside and random.
+parts_published, large, beside and random; --rows "Llama 7B" is for parts alone.
 Without --only all run, which takes an hour and a half on one core.  What is printed is kept in
 out/planner, so that --write can put together a page from sections that ran at different times
 (--only none: run nothing more); sections that did not run stay as the page has them.
@@ -53,9 +53,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, or none")
+    parser.add_argument("--rows", help="of parts, those of models and machines with this text")
     parser.add_argument("--write", type=Path, help="write the page with all sections here")
     options = parser.parse_args()
     chosen = [] if options.only == "none" else options.only.split(",")
+    if options.rows is not None and chosen != ["parts"]:
+        parser.error("--rows is for --only parts")
     unknown = sorted(set(chosen) - set(SECTIONS))
     if unknown:
         parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
@@ -66,7 +69,8 @@ def main() -> None:
         if len(chosen) > 1:
             subprocess.run([sys.executable, __file__, "--only", name], check=True)
         else:
-            save(importlib.import_module(SECTIONS[name]).run(), KEPT / f"{name}.json")
+            run = importlib.import_module(SECTIONS[name]).run
+            save(run() if options.rows is None else run(options.rows), KEPT / f"{name}.json")
     if options.write is not None:
         kept = [path for name in SECTIONS if (path := KEPT / f"{name}.json").exists()]
         before = options.write.read_text(encoding="utf-8") if options.write.exists() else ""

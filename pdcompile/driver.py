@@ -28,7 +28,7 @@ from pdcompile.ir.value_checks import check_loss
 from pdcompile.layout_search import LayoutSearch, Planned
 from pdcompile.options import NOT_OPTIONS, Options
 from pdcompile.options.configuration import Configuration, capture_size, configure, joined
-from pdcompile.options.layouts import layouts
+from pdcompile.options.layouts import as_one_device, layouts
 from pdcompile.options.option_checks import check_model, check_options
 from pdcompile.options.row import documented
 from pdcompile.options.table import ROWS, default_optimizer
@@ -268,7 +268,11 @@ def planned_layout(
     capturing = partial(_captured, model, flat, layout, options, chosen, step.listener)
     whole = search.whole = search.whole or step("graph", capturing)
     chosen = _with_outputs(chosen, whole.train, options)
-    chosen, captured = _in_parts(model, whole, options, chosen, step, evaluates=not search.sketches)
+    if search.ideal:
+        chosen, captured = as_one_device(chosen), whole
+    else:
+        divided = partial(_in_parts, model, whole, options, chosen, step)
+        chosen, captured = divided(evaluates=not search.sketches)
     if options.plan is not None:
         part = step.listener.part
         plan = step("plan", lambda: user_plan(options, chosen, captured.train, part))

@@ -31,6 +31,7 @@ from pdcompile.units import format_seconds
 
 CLOSE = 1.02  # times the best plan's seconds: a sketch of a layout that is still searched
 SKETCH = 3.0  # seconds of search that a sketch may take at least
+SKETCHING = 0.75  # of the time, until layouts are sketched
 NOT_HERE = (ClusterError, ConfigError, InfeasibleError, LaunchError)  # of one layout among others
 
 
@@ -51,7 +52,8 @@ class LayoutSearch:
 
     `several`: one of them may be impossible.  `whole`: the capture of whole stages, once there is
     one.  `best_seconds`: of a step, by a sketch or the plan's forecast.  `sketches`: of the present
-    layout no plan is to be made.
+    layout no plan is to be made.  `ideal`: its parts are to count as one device, as fast and large
+    as all of them.
     """
 
     several: bool
@@ -60,10 +62,14 @@ class LayoutSearch:
     best: Planned | None = None
     best_seconds: float = inf
     sketches: bool = False
+    ideal: bool = False
 
     def __post_init__(self) -> None:
         self._steps: dict[str, float] = {}  # seconds in each layout that has a sketch or plan
         self._bounds: dict[str, float] = {}  # of those in each that was not impossible
+        self._of_split: dict[str, float] = {}  # seconds in the layout with each split before
+        self._ideal = (0.0, 0.0)  # least seconds of ideal parts, and those of their best plan
+        self._passed = 0  # layouts without a sketch
         self._first: PdcompileError | None = None
         self._time_limit: float | None = None
         self._spent, self._began = 0.0, inf  # seconds but for capture; when a layout began
@@ -75,8 +81,7 @@ class LayoutSearch:
         next best where there is no plan of it or time is left, and the first of those without a
         sketch.
 
-        To divide the model counts, to capture it does not.  What a layout leaves is for the next
-        ones, and each may take as long as a sketch does.
+        To divide the model counts, to capture it does not.
         """
         if not self.several:
             yield from layouts
@@ -84,9 +89,7 @@ class LayoutSearch:
         self._time_limit = layouts[0].time_limit
         total = DEFAULT_SECONDS if self._time_limit is None else self._time_limit
         self.sketches = True
-        for left, one in zip(range(len(layouts), 0, -1), layouts, strict=True):
-            share = (total / 2 - self._spent) / left
-            yield replace(one, time_limit=max(share, min(SKETCH, total / 2)))
+        yield from self._to_sketch(layouts, total)
         self.sketches, self._making = False, True
         known = [one for one in layouts if named(one) in self._steps]
         known.sort(key=lambda one: self._steps[named(one)])
@@ -98,6 +101,36 @@ class LayoutSearch:
                 yield replace(one, time_limit=max(rest, total / 2))
             elif rest > total / 4 and self._close(named(one)):
                 yield replace(one, time_limit=rest)
+
+    def _to_sketch(self, layouts: Sequence[Options], total: float) -> Iterator[Options]:
+        """Whole stages, then those in most parts, the best splits so far first.  What one leaves is
+        for the next ones, and each may take as long as a sketch does.
+
+        Where costs are estimated, parts that are behind even if they shared all work, fewer ones,
+        and what comes late have no sketch: their bound is all work on all devices.
+        """
+        left, behind, counts = len(layouts), False, [*dict.fromkeys(one.parts for one in layouts)]
+        for parts in (*counts[:1], *counts[:0:-1]):
+            alike = [one for one in layouts if one.parts == parts]
+            alike.sort(key=lambda one: self._of_split.get(one.split, inf))
+            open_to = alike[0].costs == "estimated" and self.best_seconds < inf
+            if open_to and parts != 1 and not (behind or self._late(total)):
+                self.ideal = True
+                yield replace(alike[0], time_limit=min(SKETCH, total / 2))
+                self.ideal = False
+                behind = self._ideal[1] > self.best_seconds * CLOSE
+            for one in alike:
+                if behind or self._late(total):
+                    self._bounded(one, self._ideal[0])
+                    self._passed += 1
+                else:
+                    share = (total / 2 - self._spent) / left
+                    yield replace(one, time_limit=max(share, min(SKETCH, total / 2)))
+                left -= 1
+
+    def _late(self, total: float) -> bool:
+        """True if a layout without a sketch is bounded, and one with it may take too long."""
+        return self._ideal[0] > 0 and self._spent > SKETCHING * total
 
     def _close(self, name: str) -> bool:
         """True if a plan of a layout may be better than the best one, by its sketch."""
@@ -111,14 +144,12 @@ class LayoutSearch:
         try:
             yield
         except Sketched as sketch:
-            self._bounded(options, sketch.least_seconds)
-            if self.sketches and sketch.seconds < inf:
-                self._steps[named(options)] = sketch.seconds
-                self.best_seconds = min(self.best_seconds, sketch.seconds)
-            self.listener.told(f"{named(options)}: {sketch}")
+            self._sketched(options, sketch)
         except NOT_HERE as error:
             if not self.several:
                 raise
+            if self.ideal:  # the layouts have errors of their own
+                return
             if isinstance(error, NotFoundError):  # there may be one
                 self._bounded(options, self._least)
             else:
@@ -130,10 +161,23 @@ class LayoutSearch:
         finally:
             self._spent += max(time.monotonic() - self._began, 0.0)
 
+    def _sketched(self, options: Options, sketch: Sketched) -> None:
+        if self.ideal:
+            self._ideal = self._least, sketch.seconds
+            self.listener.told(f"{options.parts} parts that share all work: {sketch}")
+            return
+        self._bounded(options, sketch.least_seconds)
+        if self.sketches and sketch.seconds < inf:
+            self._steps[named(options)] = self._of_split[options.split] = sketch.seconds
+            self.best_seconds = min(self.best_seconds, sketch.seconds)
+        self.listener.told(f"{named(options)}: {sketch}")
+
     @property
     def elsewhere(self) -> float:
         """Seconds of a step that a plan of the present layout has to be faster than."""
-        return inf if self._making and self.best is None else self.best_seconds
+        if self._making and self.best is None:
+            return inf
+        return self.best_seconds * (CLOSE if self.ideal else 1)
 
     def check(self, least_seconds: float) -> None:
         """Take the seconds that no step of the present layout can take less than.
@@ -175,9 +219,12 @@ class LayoutSearch:
             return self.best
         plan, own = self.best.plan, named(self.best.options)
         bound, count = min(self._bounds.values()) / plan.training.scale, len(self._bounds)
+        scope = f"{plan.certificate.scope}; {count} layouts of parts, alike on all stages"
+        if self._passed:
+            scope += f", {self._passed} of them bounded by all work on all devices"
         certificate = replace(
-            plan.certificate, bound_seconds=min(bound, plan.certificate.objective_seconds),
-            scope=f"{plan.certificate.scope}; {count} layouts of parts, alike on all stages",
+            plan.certificate, scope=scope,
+            bound_seconds=min(bound, plan.certificate.objective_seconds),
         )  # fmt: skip
         if certificate.gap > 0:
             certificate = replace(certificate, status="feasible")

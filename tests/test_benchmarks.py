@@ -7,9 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import compatibility, convergence
+from benchmarks import compatibility, convergence, unlike_layers
 from benchmarks.compatibility import Row
+from pdcompile.batch import example_call
+from pdcompile.cluster import Cluster
+from pdcompile.driver import build
+from pdcompile.options import Options
 from tests.helpers.launch import ROOT, processes
 
 HELP = """
@@ -96,3 +101,24 @@ def test_sections_of_the_planner_page_that_did_not_run_stay_as_they_are(
     assert page.render([], before) == before
     with pytest.raises(KeyError, match="Device placement"):
         page.render([], "# Another page\n")
+
+
+@pytest.mark.slow
+def test_our_cut_is_faster_than_equal_layers_and_equal_parameters() -> None:
+    """Where memory and time of layers rank differently, by the simulator; `unlike_layers` runs them
+    too."""
+    pytest.importorskip("transformers")
+    ids = torch.zeros(unlike_layers.BATCH, unlike_layers.TOKENS, dtype=torch.int64)
+    model, seconds = unlike_layers.model_of(3, 3), list[float]()
+    for _, pins in unlike_layers.contestants(model):
+        options = Options.given({
+            "costs": "estimated", "cluster": Cluster.local(2), "stages": 2, "microbatches": 8,
+            "constraints": pins, "verify": "off", "outputs": "none", "progress": False,
+        })  # fmt: skip
+        plan = build(
+            model, example_call(model, {"input_ids": ids, "labels": ids}, None), options
+        ).plan
+        assert plan.forecast is not None
+        seconds.append(plan.forecast.step_seconds)
+    ours, equal_layers, equal_parameters = seconds
+    assert ours < 0.995 * min(equal_layers, equal_parameters), seconds

@@ -2,7 +2,8 @@
 
 ``--parts any --replicas any --updates auto`` against stages x replicas x parts by each split, every
 device in use and the better updates, on the same costs: as in section ``regret``, but with 1F1B and
-as many microbatches everywhere.  A choice by hand ends once it is known to be no faster.
+as many microbatches everywhere.  A choice by hand ends once it is known to be no faster; where that
+holds even of parts that share all work (see `LayoutSearch.ideal`), no split of them is tried.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from pdcompile.batch import example_call
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.driver import fastest, planned_layout
 from pdcompile.errors import PdcompileError
-from pdcompile.layout_search import LayoutSearch, Planned
+from pdcompile.layout_search import NOT_HERE, LayoutSearch, Planned
 from pdcompile.options import Options
 from pdcompile.options.layouts import OF_EXPERTS, SPLITS
 from pdcompile.pass_runner import PassRunner
+from pdcompile.passes.planning.search.trials import Sketched
 from pdcompile.passes.simulate import simulate
 from planning.regret import GB, NETWORK, TEN_GBIT, made
 from planning.tables import Table, percent
 
 COMMAND = "python benchmarks/planner.py --only parts"
-AUTO, FIXED = 60.0, 20.0  # seconds of search
+AUTO, FIXED, IDEAL = 60.0, 20.0, 5.0  # seconds of search
 
 
 class Case(NamedTuple):
@@ -101,9 +103,11 @@ class Beside:
         open_to = {"parts": "any", "replicas": "any", "updates": "auto", "time_limit": AUTO}
         options = Options.given({**self.same, **open_to, **more})
         try:
-            return described(fastest(self.model, self.flat, options, None, self.runner))
+            found = fastest(self.model, self.flat, options, None, self.runner)
         except PdcompileError:
             return None
+        self.tried.whole = found.whole
+        return described(found)
 
     def by_hand(self, choices: dict[str, Any]) -> tuple[float, str] | None:
         """The same of one choice; None too where none is faster than the best one so far."""
@@ -115,11 +119,29 @@ class Beside:
             return described(found)
         return None
 
+    def may_be_faster(self, choices: dict[str, Any]) -> bool:
+        """False if stages of so many parts are no faster even where these share all work."""
+        best, whole = self.tried.best_seconds, self.tried.whole
+        search = LayoutSearch(True, self.runner.listener, whole, None, best, True, ideal=True)
+        options = Options.given({**self.same, "time_limit": IDEAL, **choices})
+        try:
+            planned_layout(self.model, self.flat, options, None, self.runner, search)
+        except Sketched as sketch:
+            return sketch.seconds < best
+        except NOT_HERE:
+            return False
+        raise AssertionError("a sketch has no plan")
+
     def faster(self, seconds: float, choices: Iterable[dict[str, Any]]) -> tuple[float, str] | None:
         """The best of these choices, if it takes less than so many seconds."""
-        self.tried.best_seconds = seconds
-        found = (self.by_hand(one) for one in choices)
-        return min((one for one in found if one and one[0] < seconds), default=None)
+        self.tried.best_seconds, may_be, best = seconds, dict[tuple[int, int], bool](), None
+        for one in choices:
+            shared = one["parts"], one["replicas"]
+            if one["parts"] > 1 and shared not in may_be:
+                may_be[shared] = self.may_be_faster(one)
+            if may_be.get(shared, True) and (found := self.by_hand(one)) and found[0] < seconds:
+                best = min(found, best or found)
+        return best
 
 
 def described(found: Planned) -> tuple[float, str]:
@@ -131,20 +153,24 @@ def described(found: Planned) -> tuple[float, str]:
     return forecast.step_seconds, text + ", at homes" * (training.updates == "home")
 
 
-def run(cases: Iterable[Case] = CASES) -> list[Table]:
+def run(text: str = "") -> list[Table]:
+    """The table; of cases whose model and machines contain a text."""
     warnings.simplefilter("ignore")
     table = Table(
         "parts", f"parts any ({AUTO:.0f} s) against fixed choices ({FIXED:.0f} s each)", COMMAND,
         ("model", "cluster", "auto", "which", "choices", "regret", "a faster one"),
         (14, 22, 8, 48, 8, 8, 60),
     ).begin()  # fmt: skip
-    for case in cases:
+    for case in CASES:
+        cluster = f"{case.hosts} x {case.devices} {case.kind} {case.memory // GB} GB"
+        if text not in f"{case.model} {cluster}":
+            continue
         beside = Beside(case)
         auto = beside.auto()
         every = list(fixed(case.hosts, case.devices, experts="Mixtral" in case.model))
         best = beside.faster(auto[0] if auto else inf, every)
         table.add(
-            case.model, f"{case.hosts} x {case.devices} {case.kind} {case.memory // GB} GB",
+            case.model, cluster,
             f"{auto[0]:.4g}" if auto else "–", auto[1] if auto else "–", len(every),
             percent(auto[0] / best[0] - 1 if best else 0.0) if auto else "–",
             f"{best[0]:.4g}: {best[1]}" if best else "none",

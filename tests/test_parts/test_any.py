@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -109,9 +109,77 @@ def test_where_no_sketch_has_a_plan_one_layout_is_searched_for_its_error() -> No
             if search.sketches:
                 raise Sketched(1.0)
             raise NotFoundError("none was found that fits", where="memory")
-    assert seen == [(1, True), (2, True), (4, True), (2, False)]
+    assert seen == [(1, True), (4, True), (2, True), (2, False)]
     with pytest.raises(NotFoundError, match="none was found"):
         search.fastest()
+
+
+def sketched(found: dict[tuple[int, str, bool], float], seconds: float = 1.0) -> list[str]:
+    """The sketches of layouts whose best plans take so many seconds, in order; by parts, split and
+    whether they count as ideal."""
+    clock, order = [0.0], list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_search.time, "monotonic", lambda: clock[0])
+        search, known = LayoutSearch(True, Listener(), whole=cast(Any, object())), list[Options]()
+        for parts, split, ideal in found:
+            given = {"parts": parts, "split": split, "costs": "estimated", "time_limit": 60.0}
+            known += [] if ideal else [Options.given(given)]
+        for one in search.turns(known):
+            if not search.sketches:
+                break
+            order.append(("ideal " if search.ideal else "") + named(one))
+            with search.trying(one):
+                search.check(1.0)
+                clock[0] += seconds
+                raise Sketched(2.0, found[one.parts, one.split, search.ideal])
+    bounds = search._bounds  # of all of them, with or without a sketch
+    assert {bounds[named(one)] for one in known if named(one) not in order} <= {1.0}
+    assert len(bounds) == len(known) == search._passed + sum("ideal" not in o for o in order)
+    return order
+
+
+FOUND = {
+    (1, "auto", False): 10.0,
+    (2, "width", True): 7.0, (2, "width", False): 8.0, (2, "sequence", False): 8.5,
+    (4, "width", True): 4.0, (4, "width", False): 6.8, (4, "sequence", False): 6.0,
+    (8, "width", True): 3.0, (8, "width", False): 9.0, (8, "sequence", False): 8.0,
+}  # fmt: skip
+
+
+def test_layouts_are_not_sketched_once_even_ideal_parts_are_behind() -> None:
+    """Those in most parts come first, the splits that were fastest before them first."""
+    order = [
+        "whole stages",
+        *("ideal 8 parts by width", "8 parts by width", "8 parts by sequence"),
+        *("ideal 4 parts by sequence", "4 parts by sequence", "4 parts by width"),
+        "ideal 2 parts by sequence",
+    ]
+    found = FOUND | {(n, "sequence", True): FOUND[n, "width", True] for n in (2, 4, 8)}
+    assert sketched(found) == order
+    assert sketched(found | {(2, "sequence", True): 5.0})[-2:] == [
+        "2 parts by sequence", "2 parts by width",
+    ]  # fmt: skip
+    assert sketched(found, seconds=12.0) == order[:4]  # more than three quarters of 60 s
+
+
+def test_no_split_is_ideal() -> None:
+    """What layouts are bounded by that have no sketch: all work of whole stages."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model, ids = GPT(1, 64, 4, 32), torch.zeros(16, 32, dtype=torch.int64)
+    flat, least = example_call(model, ids, ids), dict[str, float]()
+    search = LayoutSearch(True, Listener(), best_seconds=0.0)  # all of them are slower
+    given = {"loss_fn": loss_fn, "costs": "estimated", "microbatches": 2, "replicas": "any",
+             "cluster": two_hosts(), "optimizer": torch.optim.SGD, "progress": False}  # fmt: skip
+    for one in layouts(Options.given({**given, "parts": "any"}), None):
+        for search.ideal in (True, False):
+            with pytest.raises(Sketched):
+                driver.planned_layout(model, flat, one, None, PassRunner(Listener()), search)
+            least[f"{named(one)} {search.ideal}"] = search._least
+    whole = least["whole stages False"]
+    assert all(seconds >= whole * (1 - 1e-9) for seconds in least.values()), least
+    ideal = [seconds for name, seconds in least.items() if name.endswith("True")]
+    assert ideal == pytest.approx([whole] * len(ideal))
 
 
 def test_layouts_stay_inside_the_innermost_links() -> None:
