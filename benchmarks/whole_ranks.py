@@ -47,6 +47,8 @@ OF_TORCH = tuple(
     if name in ("ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
 )  # what has no row among ours
 
+DENSE_SPLITS = tuple(one for one in SPLITS if "experts" not in one)
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3, foreach=False),
     "AdamW foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
@@ -142,7 +144,7 @@ class RankRow:
 def cases() -> Iterator[Case]:
     """Every schedule; of two of them every optimizer, clipping, kept outputs, and the rest."""
     for model in ("GPT", "GPT, tied"):
-        for split in (one for one in SPLITS[1:] if "experts" not in one):
+        for split in DENSE_SPLITS[1:]:
             yield Case(model, "AdamW", "1f1b", split=split, clip=split == "width")
     for model in MODELS:
         for schedule, kind in KINDS.items():
