@@ -40,12 +40,12 @@ bandwidth = "{inside}"
 [[levels]]
 name = "between"
 size = 2
-bandwidth = "12.5 GB/s"
+bandwidth = "{between}"
 """
 
 
-def two_hosts(inside: str = "100 GB/s", memory: str = "") -> Cluster:
-    return Cluster.from_toml(TWO_HOSTS.format(inside=inside, memory=memory))
+def two_hosts(inside: str = "100 GB/s", memory: str = "", between: str = "12.5 GB/s") -> Cluster:
+    return Cluster.from_toml(TWO_HOSTS.format(inside=inside, memory=memory, between=between))
 
 
 def planned(cluster: Cluster, width: int = 512, **options: Any) -> Compiled:
@@ -230,6 +230,28 @@ def test_memory_and_links_decide() -> None:
         planned(tight, replicas=2, **fixed)
     divided = planned(tight, parts="any", **fixed).plan.training
     assert (divided.parts, divided.split) == (2, "width+sequence")
+
+
+@pytest.mark.slow
+def test_parts_inside_of_hosts_and_by_memory() -> None:
+    """Parts of fast links, which across hosts would take half as long again; along the sequence
+    until memory is short, where weights are divided."""
+    given = {"stages": 2, "microbatches": 16, "autocast": torch.bfloat16, "time_limit": 20.0}
+    near = planned(two_hosts(), width=1536, parts="any", **given).plan
+    assert (near.training.parts, near.training.split) == (2, "width+sequence")
+    assert [near.processes_of(rank) for rank in range(2)] == [(0, 1), (2, 3)]
+    turned = two_hosts("12.5 GB/s", between="100 GB/s")
+    far = planned(turned, width=1536, parts=2, split="width+sequence", **given).plan
+    assert near.forecast is not None
+    assert far.forecast is not None
+    assert far.forecast.step_seconds > 1.5 * near.forecast.step_seconds
+
+    free = planned(two_hosts(), width=1024, parts="any", **given).plan
+    held = max(one.total_bytes for one in free.ledgers)
+    assert (free.training.parts, free.training.split) == (2, "sequence")
+    short = two_hosts(memory=f'memory = "{held * 3 // 4} B"')
+    kept = planned(short, width=1024, parts="any", **given).plan.training
+    assert (kept.parts, kept.split) == (2, "width+sequence")
 
 
 @pytest.mark.slow
