@@ -64,21 +64,28 @@ def test_control_c_returns_the_plan_and_its_gap(lines: int, pause: float) -> Non
     assert seconds < 100
 
 
-def test_control_c_is_handled_after_an_integer_program_too() -> None:
+def test_control_c_is_handled_after_integer_and_linear_programs() -> None:
     """In a process of its own, which would end without a word."""
     program = """
 import signal
 from ortools.sat.python import cp_model
+from pdcompile.passes.partition.any_cut import Row, any_cut
 from pdcompile.passes.partition.budget import Budget, minimize
 
-with Budget(9.0) as budget:
-    minimize(cp_model.CpModel(), budget, lambda _: False)
-    signal.raise_signal(signal.SIGINT)
-    print("stopped" if budget.stopped else "not heard")
+row = Row("1f1b", 2, (1, 0), (1.0, 1.0), ((0.0, 0.0),))
+for solve in (
+    lambda budget: minimize(cp_model.CpModel(), budget, lambda _: False),
+    lambda budget: any_cut(row, 1.0, 2.0, lambda: budget.late),
+):
+    with Budget(9.0) as budget:
+        solve(budget)
+        signal.raise_signal(signal.SIGINT)
+        assert budget.stopped
+print("heard")
 """
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (run.returncode, run.stdout) == (0, "stopped\n"), run.stderr
+    assert (run.returncode, run.stdout) == (0, "heard\n"), run.stderr
 
 
 def test_control_c_before_there_is_a_plan_is_an_interrupt(

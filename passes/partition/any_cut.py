@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.budget import Late
+from pdcompile.passes.partition.budget import Late, handle_interrupts
 from pdcompile.plan.makespan import Path
 from pdcompile.plan.times import PipelineTimes
 
@@ -114,7 +114,9 @@ def any_cut(row: Row, forward: float, backward: float, late: Late) -> AnyCut:
         rows[-1].SetCoefficient(seconds, -1.0)
         for s in np.flatnonzero(each):
             rows[-1].SetCoefficient(parts[s], float(each[s]))
-        if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        status = solver.Solve()
+        handle_interrupts()
+        if status != pywraplp.Solver.OPTIMAL:
             break
         shares = np.array([part.solution_value() for part in parts])
         if best - seconds.solution_value() <= CLOSE * best or late():

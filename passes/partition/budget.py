@@ -76,8 +76,8 @@ class Budget:
         self._stopped = True
 
 
-def _handle_interrupts() -> None:
-    """Puts Python's handler of Ctrl-C back: CP-SAT leaves none, and the process would just end."""
+def handle_interrupts() -> None:
+    """Puts Python's handler of Ctrl-C back: OR-Tools leaves none, and the process would just end."""
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGINT)
         signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
@@ -143,7 +143,7 @@ def minimize(
         solver.parameters.max_deterministic_time = effort
     solver.best_bound_callback = report
     status = solver.solve(model, solutions)
-    _handle_interrupts()
+    handle_interrupts()
     ended = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE, cp_model.MODEL_INVALID)
     ended |= solutions.stopped or solver.deterministic_time >= effort
     if not ended and solver.wall_time < 0.98 * seconds and not budget.late:
