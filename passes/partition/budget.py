@@ -77,7 +77,7 @@ class Budget:
 
 
 def handle_interrupts() -> None:
-    """Puts Python's handler of Ctrl-C back: OR-Tools leaves none, and the process would just end."""
+    """Puts back Python's handler of Ctrl-C: OR-Tools leaves none, and the process would end."""
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGINT)
         signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
