@@ -131,7 +131,7 @@ def test_models_of_libraries_between_processes(tmp_path: Path) -> None:
 def test_a_model_that_a_stage_changes_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> object:
         sources = generate(*arguments)  # type: ignore[arg-type]
-        text = sources.files["stage_0.py"].replace("torch.tanh(", "torch.sigmoid(")
+        text = sources.files["stage_0.py"].replace("nn.Tanh()", "nn.Sigmoid()")
         return replace(sources, files={**sources.files, "stage_0.py": text})
 
     monkeypatch.setattr(checking.codegen, "generate", wrong)
