@@ -48,7 +48,7 @@ SIZES = st.lists(st.integers(1, 9), max_size=12)
 def test_homes_are_balanced_over_all_stages(
     stages: list[list[int]], count: int, turned: bool
 ) -> None:
-    """Of stages on the same ranks, in whatever order each has them."""
+    """Stages have the same ranks, each in whatever order."""
     named = [{f"{s}.{n}": one for n, one in enumerate(own)} for s, own in enumerate(stages)]
     ranks = [[(s * turned + n) % count for n in range(count)] for s in range(len(stages))]
     homes, held = balanced_homes(ranks, named), [0] * count

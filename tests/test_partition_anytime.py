@@ -65,7 +65,7 @@ def test_control_c_returns_the_plan_and_its_gap(lines: int, pause: float) -> Non
 
 
 def test_control_c_is_handled_after_integer_and_linear_programs() -> None:
-    """In a process of its own, which would end without a word."""
+    """A process of its own runs it, which would end without a word."""
     program = """
 import signal
 from ortools.sat.python import cp_model

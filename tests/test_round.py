@@ -233,7 +233,7 @@ def test_the_host_holds_what_ranks_of_cpus_do(name: str) -> None:
 
 @pytest.mark.parametrize("again", ["on", "auto"])
 def test_the_bound_has_the_ways_of_weights(tmp_path: Path, call: Call, again: str) -> None:
-    """Where all stages recompute; where they need not, weights may stay."""
+    """Weights move where all stages recompute; where they need not, they may stay."""
     gpus = (Device("cuda", host_bytes_per_second=1e5),) * 2
     file, cluster = tmp_path / "plan.json", tmp_path / "cluster.toml"
     cluster.write_text(Cluster(gpus, (Level("host", 2, 1e9),)).to_toml())

@@ -78,9 +78,9 @@ class Budget:
 
 def handle_interrupts() -> None:
     """Puts back Python's handler of Ctrl-C: OR-Tools leaves none, and the process would end."""
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
 
 
 class Solved(NamedTuple):

@@ -163,7 +163,7 @@ def test_layouts_are_not_sketched_once_even_ideal_parts_are_behind() -> None:
 
 
 def test_no_split_is_ideal() -> None:
-    """What layouts are bounded by that have no sketch: all work of whole stages."""
+    """All work of whole stages bounds the layouts that have no sketch."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model, ids = GPT(1, 64, 4, 32), torch.zeros(16, 32, dtype=torch.int64)
