@@ -105,7 +105,7 @@ def test_sections_of_the_planner_page_that_did_not_run_stay_as_they_are(
 
 @pytest.mark.slow
 def test_our_cut_is_faster_than_equal_layers_and_equal_parameters() -> None:
-    """Memory and time of the layers rank differently; by the simulator, `unlike_layers` runs them."""
+    """Memory and time of the layers rank differently; `unlike_layers` also runs them."""
     pytest.importorskip("transformers")
     ids = torch.zeros(unlike_layers.BATCH, unlike_layers.TOKENS, dtype=torch.int64)
     model, seconds = unlike_layers.model_of(3, 3), list[float]()

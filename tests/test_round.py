@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from pdcompile.passes.check import check
+from pdcompile.passes.planning.explain import explain as explained
 from pdcompile.passes.schedules import round as roundpipe
 from pdcompile.passes.schedules.alone import chain
 from pdcompile.passes.simulate import simulate
@@ -217,6 +218,14 @@ def test_the_planner_chooses_where_updates_are() -> None:
     plan = compiled(mlp, cluster="1x2", updates="auto").plan
     assert plan.training.updates == "home"
     assert all(len(stage.home_bytes) == 2 for stage in plan.stages)
+
+
+def test_idle_time_is_that_of_a_rank_with_all_of_its_stages() -> None:
+    found = explained(compiled(mlp, cluster="1x2").plan)
+    busy = sum(one.compute_seconds for one in found.stages) * found.num_microbatches
+    idle = 1 - busy / found.objective_seconds
+    assert [one.idle for one in found.stages] == pytest.approx([idle] * len(found.stages))
+    assert 0 <= idle < 0.5
 
 
 @pytest.mark.parametrize("name", NAMES)
