@@ -43,15 +43,15 @@ CASES = (
 
 
 class Told(Listener):
-    """When the first plan was told of, and how many were; the last one in words."""
+    """Seconds of search until the first plan, how many plans there were, and the last in words."""
 
     def __init__(self) -> None:
         self.first, self.lines, self.last = 0.0, 0, ""
 
-    def better(self, text: str) -> None:
-        seconds, _, rest = text.partition(" s: ")
-        self.first, self.lines = self.first or float(seconds), self.lines + 1
-        self.last = re.sub(r"^[^:]*: ", "", rest)
+    def told(self, text: str) -> None:
+        if found := re.match(r"plan after (\S+) s: .*?: (.*)", text):
+            self.first, self.lines = self.first or float(found[1]), self.lines + 1
+            self.last = found[2]
 
 
 def cluster(hosts: int, devices: int, memory: int | None) -> Cluster:

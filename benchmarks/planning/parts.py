@@ -23,6 +23,8 @@ from pdcompile.options.layouts import OF_EXPERTS, SPLITS
 from pdcompile.pass_runner import PassRunner
 from pdcompile.passes.planning.search.trials import Sketched
 from pdcompile.passes.simulate import simulate
+from pdcompile.report.labels import counted
+from planning.auto import Told
 from planning.regret import GB, NETWORK, TEN_GBIT, made
 from planning.tables import Table, percent
 
@@ -95,7 +97,8 @@ class Beside:
         }  # fmt: skip
         self.model, given = made(case.model)
         self.flat = example_call(self.model, given, None)
-        self.runner = Remembering()
+        self.told = Told()
+        self.runner = Remembering(self.told)
         self.tried = LayoutSearch(True, self.runner.listener)
 
     def auto(self, **more: Any) -> tuple[float, str] | None:
@@ -148,7 +151,7 @@ def described(found: Planned) -> tuple[float, str]:
     plan = found.plan
     forecast = plan.forecast or simulate(plan).forecast
     training, replicas = plan.training, sorted({stage.replicas for stage in plan.stages})
-    text = f"{len(plan.stages)} stages of {'-'.join(map(str, replicas))}"
+    text = f"{counted(len(plan.stages), 'stage')} of {'-'.join(map(str, replicas))}"
     text += f" in {training.parts} by {training.split}" if training.parts != 1 else ""
     return forecast.step_seconds, text + ", at homes" * (training.updates == "home")
 
@@ -158,19 +161,19 @@ def run(text: str = "") -> list[Table]:
     warnings.simplefilter("ignore")
     table = Table(
         "parts", f"parts any ({AUTO:.0f} s) against fixed choices ({FIXED:.0f} s each)", COMMAND,
-        ("model", "cluster", "auto", "which", "choices", "regret", "a faster one"),
-        (14, 22, 8, 48, 8, 8, 60),
+        ("model", "cluster", "first plan s", "auto", "which", "choices", "regret", "a faster one"),
+        (14, 22, 12, 8, 48, 8, 8, 60),
     ).begin()  # fmt: skip
     for case in CASES:
         cluster = f"{case.hosts} x {case.devices} {case.kind} {case.memory // GB} GB"
         if text not in f"{case.model} {cluster}":
             continue
         beside = Beside(case)
-        auto = beside.auto()
+        auto, first = beside.auto(), beside.told.first
         every = list(fixed(case.hosts, case.devices, experts="Mixtral" in case.model))
         best = beside.faster(auto[0] if auto else inf, every)
         table.add(
-            case.model, cluster,
+            case.model, cluster, f"{first:.1f}",
             f"{auto[0]:.4g}" if auto else "–", auto[1] if auto else "–", len(every),
             percent(auto[0] / best[0] - 1 if best else 0.0) if auto else "–",
             f"{best[0]:.4g}: {best[1]}" if best else "none",
