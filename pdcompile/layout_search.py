@@ -23,7 +23,7 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration
 from pdcompile.options.layouts import named
 from pdcompile.pass_runner import Listener
-from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS
+from pdcompile.passes.partition.answer import DEFAULT_SECONDS
 from pdcompile.passes.planning.search.trials import Sketched
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Alternative, Plan

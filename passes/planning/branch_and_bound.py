@@ -26,7 +26,7 @@ from pdcompile.errors import ConfigError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.answer import claimed
+from pdcompile.passes.partition.answer import DEFAULT_SECONDS, PATIENCE, claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
@@ -51,7 +51,6 @@ from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_seconds
 
-DEFAULT_SECONDS = 20.0
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
 MAX_TRIED = 400  # candidates that branches simulate, in all, once some plan is found
 SEARCHING = 0.8  # of the time; then what was put off is settled
@@ -82,6 +81,7 @@ class PlanSearch:
     listener: Listener
     budget: Budget
     whole: Budget  # with the time in which one of the fastest plans is chosen
+    patience: float  # of the search for a cut alone, see `partition`
     tolerance: float  # see `best_plan`
     elsewhere: float = math.inf  # as there
     sketch: bool = False
@@ -340,8 +340,8 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
 
     def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
         found, certificate = partition(
-            limited, time_limit=max(0.0, search.budget.left - making), seed=search.seed,
-            progress=search.listener.found,
+            limited, time_limit=max(0.0, search.budget.left - making), patience=search.patience,
+            seed=search.seed, progress=search.listener.found,
         )  # fmt: skip
         candidate = branch.straight(found.stage_of)
         candidate, certificate, notes = _preferred(search, candidate, certificate)
@@ -444,7 +444,8 @@ def best_plan(
             which offer everything.
         training: what every plan of the space has in common; schedule, microbatches and warm-up
             are chosen.
-        time_limit: seconds; None: 20.  Ctrl-C ends the search with the best plan so far.
+        time_limit: seconds; None: 20, and fewer where only the cut is open and a search has no
+            news (see `partition`).  Ctrl-C ends the search with the best plan so far.
         tolerance: of the fastest plan's objective, within which other cuts may be preferred (see
             `border_cuts`); 0: the fastest plan.
         seed: equal seeds give equal plans as long as the time limit is not reached.
@@ -467,8 +468,8 @@ def best_plan(
     with Budget(seconds) as whole:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,
-            listener or Listener(), Budget(seconds - kept, within=whole), whole, tolerance,
-            elsewhere, sketch,
+            listener or Listener(), Budget(seconds - kept, within=whole), whole,
+            PATIENCE if time_limit is None else math.inf, tolerance, elsewhere, sketch,
         )  # fmt: skip
         search.run()
         search.improve()
