@@ -40,6 +40,7 @@ from pdcompile.passes.stages.boundaries import as_planned
 from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.problem import BY_RULE, PartitionProblem, StageLimits
+from pdcompile.problem.space import Candidate
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_seconds
 
@@ -130,18 +131,21 @@ class Planner:
         """The problem of the first number of microbatches."""
         return self._problem_at(self.space.microbatches[0])
 
-    def plan(self, elsewhere: float = inf, *, sketch: bool = False) -> Plan:
+    def plan(
+        self, elsewhere: float = inf, *, sketch: bool = False, start: Candidate | None = None
+    ) -> Plan:
         """The best plan of the space, with a note where its stages could be timed and are not.
 
         Args:
             elsewhere: seconds of a step that it has to be faster than.
             sketch: it is not to be made.
+            start: a candidate that is tried first.
 
         Raises:
             Sketched: it is not faster, or not to be made.
             InfeasibleError: no plan fits (NotFoundError: none was found).
         """
-        plan = self._best(self._graphs, self._problem_at, elsewhere, sketch=sketch)
+        plan = self._best(self._graphs, self._problem_at, elsewhere, sketch=sketch, start=start)
         reason = why_not_timed(plan, self.options, self.model)
         if not reason:
             return plan
@@ -189,6 +193,7 @@ class Planner:
         elsewhere: float = inf,
         *,
         sketch: bool = False,
+        start: Candidate | None = None,
     ) -> Plan:
         options, tolerance = self.options, self.options.cut_tolerance
         plan = best_plan(
@@ -196,7 +201,7 @@ class Planner:
             time_limit=options.time_limit,
             tolerance=TOLERANCE if tolerance is None else tolerance,
             seed=self.training.seed, listener=self.listener, elsewhere=elsewhere,
-            sketch=sketch,
+            sketch=sketch, start=start,
         )  # fmt: skip
         least = _work(graphs) / sum(device.speed for device in self.cluster.devices)
         plan = with_turns(plan, least / plan.training.scale)

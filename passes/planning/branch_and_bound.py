@@ -85,6 +85,7 @@ class PlanSearch:
     tolerance: float  # see `best_plan`
     elsewhere: float = math.inf  # as there
     sketch: bool = False
+    start: Candidate | None = None
     trials: Trials = field(init=False)
     proved: Plan | None = None  # where only the cut is open
     floor: float = math.inf  # bound of what was left unfinished
@@ -105,6 +106,7 @@ class PlanSearch:
         Raises InfeasibleError where all devices together are too small.
         """
         first = self._prepared(self.space.microbatches[0])
+        self.trials.offer(self.start)
         several = bool(self.space.sharing or self.space.placement)
         # Of few cuts with a rank a stage what lacks is said in more detail once none is found.
         rough = several or not (self.space.cut_alone or first.complete)
@@ -299,7 +301,8 @@ class PlanSearch:
                 seconds = plan.forecast.step_seconds
             return Sketched(certificate.bound_seconds * scale, seconds)
         (seconds, candidate), (fastest, _) = self.trials.chosen, self.trials.found[-1]
-        return Sketched(min(self.floor, fastest), seconds + self.trials.updates(candidate))
+        seconds += self.trials.updates(candidate)
+        return Sketched(min(self.floor, fastest), seconds, candidate)
 
     def _prover(self, setting: Setting) -> str:
         if self.space.placement or self.relaxed:
@@ -435,6 +438,7 @@ def best_plan(
     listener: Listener | None = None,
     elsewhere: float = math.inf,
     sketch: bool = False,
+    start: Candidate | None = None,
 ) -> Plan:
     """The best plan of the space; its certificate says what was exhausted.
 
@@ -452,6 +456,7 @@ def best_plan(
         elsewhere: seconds of a step, with its updates, of a plan that there is in another space;
             only better ones are sought, unless only the cut is open.
         sketch: make no plan, which takes seconds of a large model; all time is for the search.
+        start: a candidate that is tried first, as the best one of a sketch.
 
     Raises:
         Sketched: no better one than that was found, or only a sketch is wanted.
@@ -469,7 +474,7 @@ def best_plan(
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,
             listener or Listener(), Budget(seconds - kept, within=whole), whole,
-            PATIENCE if time_limit is None else math.inf, tolerance, elsewhere, sketch,
+            PATIENCE if time_limit is None else math.inf, tolerance, elsewhere, sketch, start,
         )  # fmt: skip
         search.run()
         search.improve()
