@@ -204,8 +204,9 @@ class Planner:
         opened = ["replicas"] + ["schedule"] * (options.schedule == DEFAULT)
         wider = replace(options, replicas="any", schedule="auto" if opened[1:] else kind.name)
         space = search_space(wider, self._chosen, self.captured.train.sizes)
-        same = {"microbatches": self.space.microbatches}  # which have costs
-        space = replace(space, sharing=tuple(replace(one, **same) for one in space.sharing), **same)
+        counts = self.space.microbatches  # which have costs
+        shared = tuple(replace(one, microbatches=counts) for one in space.sharing)
+        space = replace(space, microbatches=counts, sharing=shared)
         try:
             best_plan(
                 self._graphs.__getitem__, self._problem_at, self.cluster, space, self.training,
