@@ -218,13 +218,11 @@ def test_the_legend_says_what_is_shown_and_no_more() -> None:
     assert timeline.legend(parts, timeline.bars(alone)).startswith("F forward, B backward;")
 
 
-@given(st.integers(1, 64))
-def test_text_can_be_read_on_every_colour(count: int) -> None:
+def test_text_can_be_read_on_every_colour() -> None:
     fills = [fill for pair in palette.WORK.values() for fill in pair]
     fills += [fill for fill, _ in palette.MEMORY.values()]
-    for fill in (*fills, palette.LINK, *palette.stages(count)):
+    for fill in (*fills, palette.LINK, palette.WEIGHTS):
         assert contrast(palette.INK, fill) >= 4.5, fill
-    assert len(set(palette.stages(count))) == count
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
 
 

@@ -31,15 +31,3 @@ MEMORY: dict[str, tuple[str, tuple[str, ...]]] = {
     "messages": (LINK, ("receive_bytes", "send_bytes")),
     "temporaries": (SPARE, ("workspace_bytes", "temporaries_bytes")),
 }
-
-_FIRST, _LAST = (222, 217, 250), (141, 128, 222)  # of a ramp of violets
-
-
-def stages(count: int) -> tuple[str, ...]:
-    """A violet a stage, from light to dark."""
-    steps = max(count - 1, 1)
-    return tuple(
-        "#" + "".join(f"{round(a + (b - a) * s / steps):02x}"
-                      for a, b in zip(_FIRST, _LAST, strict=True))
-        for s in range(count)
-    )  # fmt: skip

@@ -17,14 +17,8 @@ from pdcompile.plan import Plan
 from pdcompile.report import palette
 from pdcompile.report.labels import counted
 from pdcompile.report.page.measured_run import Run, compared, comparison_table
-from pdcompile.report.page.model_map import model_map
 from pdcompile.report.page.panels import critical_strips, grid, lanes, memory_lanes, traffic
-from pdcompile.report.page.words import (
-    cluster_in_words,
-    gap_tile,
-    proved,
-    what_limits,
-)
+from pdcompile.report.page.words import cluster_in_words, gap_tile, what_limits
 from pdcompile.report.plan_table import certificate_line, fullest, headline
 from pdcompile.report.plan_table import stage_table as plan_stages
 from pdcompile.units import format_bytes, format_seconds
@@ -62,12 +56,10 @@ def page_data(
         "title": f"{plan.model or title} on {counted(plan.num_processes, 'rank')}",
         "subtitle": f"{headline(plan).plain}. {cluster_in_words(plan)}. {date}",
         "tiles": _tiles(plan, run),
-        "limits": [*what_limits(plan, path)],
-        "proof": proved(plan),
+        "limits": what_limits(path),
         "certificate": certificate_line(plan).plain,
         "timeline": lanes(drawn.timeline, () if run is None else run.aligned(drawn.timeline)),
         "critical": critical_strips(path),
-        "model": model_map(plan),
         "stages": grid(plan_stages(plan)),
         "memory": memory_lanes(plan, curves, max(drawn.ends_seconds)),
         "traffic": traffic(plan, steady),
@@ -77,7 +69,6 @@ def page_data(
         else grid(comparison_table([*compared(plan, run)]), run.note),
         "notes": plan.notes,
         "colours": COLOURS,
-        "stage_colours": palette.stages(len(plan.stages)),
     }
 
 

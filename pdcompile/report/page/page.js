@@ -7,10 +7,8 @@ function opening(data) {
   return [
     el("header", {}, el("h1", {}, data.title), el("p", { class: "muted" }, data.subtitle)),
     el("dl", { class: "tiles", id: "tiles" }, ...tiles),
-    section("limits", "What limits this plan",
-      el("ul", { class: "limits" }, ...data.limits.map((sentence) => el("li", {}, sentence)))),
-    section("proof", "How good it is", el("p", {}, data.proof),
-      el("p", { class: "muted" }, data.certificate)),
+    section("limits", "What limits this plan", el("p", {}, data.limits)),
+    section("proof", "How good it is", el("p", {}, data.certificate)),
   ];
 }
 
@@ -36,7 +34,6 @@ function show() {
       note("The chain of work and messages of which each began as soon as the one before it ended: only what shortens it makes a step shorter.")),
     ...(data.measured ? [measuredPanel(data.measured)] : []),
     bindingPanel(data.binding),
-    ...(data.model ? [new ModelMap(data.model, data.stage_colours).panel()] : []),
     section("stages", "Stages", table(data.stages, "Times and bytes of a microbatch")),
     memoryPanel(data.memory, data.colours),
     section("traffic", "Traffic of each link", el("p", {}, data.traffic.sentence), strips(data.traffic, "How busy each link is")),
