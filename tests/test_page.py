@@ -15,16 +15,12 @@ import pytest
 from hypothesis import given, settings
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError
 from pdcompile.passes.simulate import simulate, simulate_drained
 from pdcompile.plan import Plan
 from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
-from pdcompile.report import chrome
 from pdcompile.report.page import html, page_data
-from pdcompile.report.page.measured_run import Run, compared, run_of
 from pdcompile.report.page.panels import MOST_POINTS, lanes, thinned
 from pdcompile.report.timeline import bars
-from pdcompile.schedule.program import RecordedEvent
 from tests.helpers.report_data import plan
 from tests.helpers.schedules import make_plan, plans
 
@@ -62,9 +58,9 @@ def with_problem(num_items: int = 6, name: str = "blocks.{}.up", stages: int = 2
     )  # fmt: skip
 
 
-def data_of(made: Plan, run: Run | None = None, steps: int = 1) -> dict[str, Any]:
+def data_of(made: Plan, steps: int = 1) -> dict[str, Any]:
     steady, drawn = simulate(made), simulate_drained(made, steps)
-    return page_data(made, steady, drawn, run, title="plan.json", date="25 November 2026")
+    return page_data(made, steady, drawn, title="plan.json", date="25 November 2026")
 
 
 def embedded(document: str) -> Any:
@@ -191,69 +187,6 @@ def test_of_many_ranks_the_fullest_have_curves() -> None:
     assert "2 others are left out" in data["memory"]["note"]
 
 
-# -- runs --------------------------------------------------------------------------------------
-
-
-def measured(
-    made: Plan, *, slower: float = 2.0, apart: bool = True, steps: int = 3
-) -> dict[str, Any]:
-    """A run that took so much longer than forecast, step by step."""
-    events: list[RecordedEvent] = []
-    at = 0.0
-    for step in range(steps):
-        found = simulate_drained(made, 1).timeline
-        for one in found:
-            times = at + slower * one.start_seconds, at + slower * one.end_seconds
-            events.append(
-                RecordedEvent(one.rank, one.stage, str(one.action), step, one.microbatch, *times)
-            )
-        at += slower * max(one.end_seconds for one in found)
-    return chrome.trace(events, chrome.About(True, apart, made.fingerprint))
-
-
-def written(trace: dict[str, Any], folder: Path) -> Path:
-    path = folder / "trace.json"
-    path.write_text(json.dumps(trace))
-    return path
-
-
-def test_a_run_beside_its_forecast(tmp_path: Path) -> None:
-    made = with_problem()
-    run = run_of(written(measured(made), tmp_path), made)
-    data = data_of(made, run)
-    assert run.step_seconds == pytest.approx(90e-3)
-    assert data["measured"] is not None
-    rows = {row[0]: row[1:] for row in data["measured"]["rows"]}
-    assert rows["a step"] == ("45.0 ms", "90.0 ms", "2.00")
-    assert rows["stage 1, backward"] == ("6.00 ms", "12.0 ms", "2.00")
-    assert rows["idle"][:2] == ("20.0 %", "20.0 %")
-    assert [lane["measured"] for lane in data["timeline"]["lanes"]] == [False, True, False, True]
-    assert data["timeline"]["minibatches"] == [(0, 0.0, pytest.approx(90e-3))]
-
-
-def test_one_process_is_compared_stage_by_stage(tmp_path: Path) -> None:
-    made = with_problem()
-    run = run_of(written(measured(made, apart=False), tmp_path), made)
-    assert run.step_seconds is None
-    data = data_of(made, run)
-    assert not any(lane["measured"] for lane in data["timeline"]["lanes"])
-    assert data["measured"] is not None
-    assert "in turn" in data["measured"]["note"]
-    known = replace(made, forecast=simulate(made).forecast)
-    assert next(compared(known, run))[0] == "stage 0, forward"
-
-
-def test_runs_of_other_plans_are_refused(tmp_path: Path) -> None:
-    made = with_problem()
-    path = written(measured(replace(made, fingerprint="other")), tmp_path)
-    with pytest.raises(ConfigError, match="the run is of another plan"):
-        run_of(path, made)
-    about = chrome.About(False, True, made.fingerprint)
-    path = written(chrome.trace(simulate_drained(made, 1).timeline, about), tmp_path)
-    with pytest.raises(ConfigError, match="not of a run"):
-        run_of(path, made)
-
-
 # -- in a browser ------------------------------------------------------------------------------
 
 PANELS = ("tiles", "limits", "proof", "timeline", "critical", "binding", "stages",
@@ -282,23 +215,21 @@ def browsed(document: str, folder: Path, width: int, *, dark: bool = False) -> t
 @pytest.mark.parametrize(
     ("case", "width", "dark"),
     [("flush", 1440, False), ("stream", 480, True), ("interleaved", 480, False),
-     ("replicas", 1440, True), ("run", 1440, False), ("hostile", 1440, False)],
+     ("replicas", 1440, True), ("hostile", 1440, False)],
 )  # fmt: skip
 def test_a_browser_draws_every_panel(case: str, width: int, dark: bool, tmp_path: Path) -> None:
-    run, steps, made = None, 1, with_problem()
+    steps, made = 1, with_problem()
     if case == "stream":
         made, steps = make_plan("2bw", 4, 8, saved_bytes=100), 3
     elif case == "interleaved":
         made = make_plan("interleaved", 4, 4, per_rank=2)
     elif case == "replicas":
         made = make_plan("1f1b", 2, 4, replicas=(2, 1), trainable_bytes=8, parameter_bytes=8)
-    elif case == "run":
-        run = run_of(written(measured(made), tmp_path), made)
     elif case == "hostile":
         made = replace(made, notes=(HOSTILE,), model=HOSTILE)
     if not made.cluster:
         made = replace(made, cluster=Cluster.local(made.num_ranks).to_toml())
-    dom, console = browsed(html(data_of(made, run, steps)), tmp_path, width, dark=dark)
+    dom, console = browsed(html(data_of(made, steps)), tmp_path, width, dark=dark)
     assert console == ""
     panels = dict(
         re.findall(r'<(?:section|dl)[^>]* id="(\w+)"[^>]*>(.*?)</(?:section|dl)>', dom, re.S)
@@ -309,9 +240,7 @@ def test_a_browser_draws_every_panel(case: str, width: int, dark: bool, tmp_path
         assert len(text.split()) >= 5, name
     timeline = panels["timeline"]
     assert timeline.count('class="bar') >= 2 * made.num_ranks
-    assert ('measured"' in timeline) == (case == "run")
     assert panels["memory"].count("<path") >= 6 * made.num_ranks
-    assert ('id="measured"' in dom) == (case == "run")
     assert "NaN" not in dom
     assert "undefined" not in dom
     assert re.search(r"<img", dom.split("</main>")[0]) is None

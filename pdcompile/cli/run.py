@@ -72,8 +72,8 @@ class Told:
     )
     trace: Path | None = option(
         None,
-        "Write the timeline of the last 8 minibatches, for simulate --overlay and "
-        "https://ui.perfetto.dev (.json).",
+        "Write the timeline of the last 8 minibatches, as simulate --trace writes the forecast's, "
+        "for https://ui.perfetto.dev (.json).",
         flag=Flag("FILE", type=Path),
     )
 
@@ -136,9 +136,8 @@ def run(
         seconds = time.perf_counter() - done.began
         if told.trace is not None:
             events = pipe.recorded()
-            about = chrome.About(True, under_torchrun(), pipe.plan.fingerprint)
             if is_first_rank():
-                write_text(told.trace, json.dumps(chrome.trace(events, about)))
+                write_text(told.trace, json.dumps(chrome.trace(events, pipe.plan.fingerprint)))
     if not is_first_rank():
         return None
     forecast = pipe.plan.forecast

@@ -19,10 +19,6 @@ function bindingPanel(data) {
     data.cuts ? table(data.cuts, "For each cut, the cheapest other one and what it would cost") : "");
 }
 
-function measuredPanel(data) {
-  return section("measured", "Measured beside forecast", table(data, "A run of this plan"));
-}
-
 function show() {
   const data = JSON.parse(document.getElementById("report").textContent);
   const main = document.getElementById("main");
@@ -32,7 +28,6 @@ function show() {
     section("critical", "The critical path of a step", el("p", {}, `${data.critical.sentence}.`),
       strips(data.critical, "Parts of the critical path"),
       note("The chain of work and messages of which each began as soon as the one before it ended: only what shortens it makes a step shorter.")),
-    ...(data.measured ? [measuredPanel(data.measured)] : []),
     bindingPanel(data.binding),
     section("stages", "Stages", table(data.stages, "Times and bytes of a microbatch")),
     memoryPanel(data.memory, data.colours),
