@@ -255,16 +255,17 @@ def test_drained_timeline_has_every_backward() -> None:
     for schedule in ("1f1b", "2bw"):
         shown = timeline.bars(simulate_drained(plan(schedule=schedule), 3).timeline)
         counts = {
-            kind: sum(bar.kind == kind for bar in shown) for kind in ("forward", "backward", "step")
+            kind: sum(bar.kind == kind for bar in shown)
+            for kind in ("forward", "backward", "update")
         }
-        assert counts == {"forward": 3 * 4 * 2, "backward": 3 * 4 * 2, "step": 3 * 2}
+        assert counts == {"forward": 3 * 4 * 2, "backward": 3 * 4 * 2, "update": 3 * 2}
 
 
 def test_a_timeline_of_minibatches_of_one_is_numbered_by_them() -> None:
     events = simulate_drained(make_plan("stash", 2, 1), 3).timeline
     shown = timeline.bars(events)
     assert timeline.numbered(shown) == "minibatch"
-    labels = [bar.label for bar in shown if bar.rank == 1 and bar.kind != "step"]
+    labels = [bar.label for bar in shown if bar.rank == 1 and bar.kind != "update"]
     assert labels == ["F0", "B0", "F1", "B1", "F2", "B2"]
 
 

@@ -26,7 +26,7 @@ MOST_CURVES = 8
 MOST_POINTS = 400  # of a curve
 MOST = 16  # bars; of the rest only the number is told
 SHOWN = 0.001  # of the whole, from which a part of the critical path has a bar
-COLOURS = {"compute": "stage", "update": "step", "fill": "idle", "drain": "idle"}
+COLOURS = {"compute": "stage", "update": "update", "fill": "idle", "drain": "idle"}
 CARRIED = {
     Kind.VALUE: "values",
     Kind.GRADIENT: "gradients",

@@ -37,7 +37,7 @@ class Timeline {
     const legend = this.data.kinds.map((kind, n) => [kind, n]).filter(([, n]) => used.has(n)).map(([kind]) => {
       const name = kind.replaceAll(" ", "-");
       const fills = [this.colours[name], ...(many ? [this.colours[`${name}-odd`]] : [])];
-      return [fills, kind === "step" ? "update" : kind];
+      return [fills, kind];
     });
     const hints = [`Numbers are those of the ${this.data.numbered}; grey is idle.`];
     if (many) hints.push("Dark and light: even and odd minibatches; other minibatches than the chosen one are faint.");
@@ -135,9 +135,8 @@ class Timeline {
 
   describe(lane, bar) {
     const [kind, stage, minibatch, microbatch, , start, length] = bar;
-    const name = this.data.kinds[kind] === "step" ? "update" : this.data.kinds[kind];
     const of = microbatch >= 0 ? ` of microbatch ${microbatch}` : "";
-    return `${name}${of}, minibatch ${minibatch}, stage ${stage}, rank ${this.data.lanes[lane].rank}: `
+    return `${this.data.kinds[kind]}${of}, minibatch ${minibatch}, stage ${stage}, rank ${this.data.lanes[lane].rank}: `
       + `starts at ${seconds(start)}, takes ${seconds(length)}`;
   }
 

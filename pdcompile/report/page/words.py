@@ -41,10 +41,7 @@ def what_limits(path: CriticalPath) -> str:
     if first is None:
         return "No stage and no link takes time in this plan."
     subject = named(first)
-    return (
-        f"{subject[0].upper()}{subject[1:]} limits this plan. Its critical path: "
-        f"{path_in_words(path)}."
-    )
+    return f"{subject[0].upper()}{subject[1:]} limits this plan."
 
 
 def gap_tile(one: Certificate) -> tuple[str, str]:
