@@ -345,7 +345,7 @@ class SearchOptions:
     )
     time_limit: float | None = option(
         None,
-        "Stop the search after so many seconds, with the best plan so far and its gap.",
+        "Stop the search after so many seconds, with the best plan and its gap; default: 20.",
         check=number(least=0),
         of_search=True,
         flag=Flag("SECONDS", type=float),
