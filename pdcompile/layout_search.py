@@ -238,9 +238,12 @@ class LayoutSearch:
         )  # fmt: skip
         if certificate.gap > 0:
             certificate = replace(certificate, status="feasible")
-        others = sorted((s, name) for name, s in self._steps.items() if name != own)
-        updates = self.best_seconds - certificate.objective_seconds * plan.training.scale
-        rows = [Alternative("parts", own, name, s - updates) for s, name in others[:1]]
+        seconds = certificate.objective_seconds * plan.training.scale
+        updates = self.best_seconds - seconds
+        others = sorted((s - updates, name) for name, s in self._steps.items() if name != own)
+        least = [(s, f"{name}, at least") for name, s in self._bounds.items() if name != own]
+        others = others or sorted(one for one in least if one[0] > seconds)  # none was tried
+        rows = [Alternative("parts", own, name, s) for s, name in others[:1]]
         plan = replace(plan, certificate=certificate, alternatives=(*plan.alternatives, *rows))
         options = replace(self.best.options, time_limit=self._time_limit)
         return self.best._replace(options=options, plan=plan)

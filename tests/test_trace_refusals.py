@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pdcompile.errors import TraceError
+from pdcompile.errors import ConfigError, TraceError
+from pdcompile.passes.parts.layouts import lay_out
 from tests.helpers.captures import captured, faithful, make, rows
 
 
@@ -317,6 +318,22 @@ def test_sizes_at_which_the_model_is_another() -> None:
     assert (graph.sizes.smallest, graph.sizes.largest) == (2, 17)
     assert "other operators for other batch sizes" in graph.sizes.below
     assert "not linearly" in graph.sizes.above
+
+
+def test_floats_that_depend_on_the_size() -> None:
+    """Whole ones divide tensors as ints do; a note says of others what they are."""
+    model = make(lambda self, x: self.lin(x) / (0.0 + 4 * len(x)))
+    graph = captured(model).train
+    assert (graph.sizes.smallest, graph.sizes.largest) == (1, 120)
+    assert torch.equal(graph.to_module()(rows()), model(rows()))
+    graph = captured(make(lambda self, x: self.lin(x) * (0.0 + 4 * len(x)))).train
+    assert graph.sizes.is_one
+    assert "call, as a float: " in graph.sizes.above
+    with pytest.raises(
+        ConfigError, match="of weights\\+samples, as microbatches have one"
+    ) as caught:
+        lay_out(graph, "weights+samples", 2)
+    assert caught.value.remedy == "use parts=1"
 
 
 def test_sizes_of_a_model_that_is_the_same_at_all() -> None:

@@ -203,7 +203,8 @@ def _why(choice: Choice, op: OpAxes) -> str:
         return op.reason
     ways = choice.kinds.allowed(op)
     if not ways:
-        return f"it has no axis of {choice.kinds.family_of(op)}"
+        one = ", as microbatches have one size alone" * choice.graph.sizes.is_one
+        return f"it has no axis of {choice.kinds.family_of(op)}{one}"
     names = dict.fromkeys(_sized(choice, way.axis) for way in ways)
     return f"{' and '.join(names)} do not divide by {choice.parts}"
 
@@ -211,7 +212,7 @@ def _why(choice: Choice, op: OpAxes) -> str:
 def _refuse(choice: Choice, found: Layouts) -> None:
     """Refuses what divides nothing or less than half, a sequence with too few heads, no experts."""
     kinds, ops = choice.kinds, choice.axes.ops
-    last = "parts=1" if found.family == "samples" else "split='samples'"
+    last = "parts=1" if found.family.endswith("samples") else "split='samples'"
     stays = [one for one in found.stays if one.flops]
     _refuse_statistics(choice)
     if "experts" in FAMILIES[found.family]:

@@ -61,7 +61,7 @@ class SizeMerge:
             longest = max(captures, key=len)
             raise self._diverged(longest[min(lengths)], None, self.sizes[0])
         return tuple(
-            self._merged(ops, f"operator {ops[0].name} ({ops[0].target})", ops[0])
+            self._merged(_whole(ops), f"operator {ops[0].name} ({ops[0].target})", ops[0])
             for ops in zip(*captures, strict=True)
         )
 
@@ -156,8 +156,9 @@ class SizeMerge:
         shown = ", ".join(
             f"{part!r} at {size}" for part, size in zip(parts, self.sizes, strict=True)
         )
+        how = "as a float" if set(map(type, parts)) == {float} else "and not linearly"
         return DiffersBySize(
-            f"{what} depends on the batch size or on the call, and not linearly: {shown}",
+            f"{what} depends on the batch size or on the call, {how}: {shown}",
             where=where,
             remedy="compute it from tensors, or make it independent of the number of samples",
         )
@@ -172,6 +173,18 @@ class SizeMerge:
         )
         error.module_path = scope_of(op)
         return error
+
+
+def _whole(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """One op at several sizes, where it divides with floats that depend on them and count something
+    (`total / (0.0 + len(x))`) with ints instead: quotients have the same bits and dtype."""
+    if ops[0].target != "operator.truediv" or all(op.args == ops[0].args for op in ops):
+        return ops
+    return tuple(
+        replace(op, args=tuple(int(a) if isinstance(a, float) and a.is_integer() else a
+                               for a in op.args))
+        for op in ops
+    )  # fmt: skip
 
 
 def few_sizes(microbatch_size: int) -> tuple[int, ...]:

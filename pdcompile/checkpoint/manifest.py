@@ -144,7 +144,7 @@ class Manifest:
         version: of this form.
         identity: a random number, in the header of every file too.
         minibatches: trained on, `evaluations`: done.
-        schedule: its name, `microbatches`: of a minibatch, `ranks`: of the plan.
+        schedule: its name, `microbatches`: of a minibatch, `ranks`: its processes.
         plan: the hash of the plan in ``plan.json``, `plan_crc32`: of that file.
         optimizer: the names of its classes; "" without one.
         aliases: further names of tied tensors: (name, first name).

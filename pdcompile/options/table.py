@@ -345,8 +345,8 @@ class SearchOptions:
     )
     time_limit: float | None = option(
         None,
-        "Stop the search after so many seconds, with the best plan so far and its gap.  By default "
-        "after 20, or where only the cut is open once a search has no news.",
+        "Stop the search after so many seconds, with the best plan and its gap; default: 20, or "
+        "less where only the cut is open and a search has no news.",
         check=number(least=0),
         of_search=True,
         flag=Flag("SECONDS", type=float),

@@ -159,7 +159,7 @@ def _manifest(
         evaluations=position.evaluations,
         schedule=name_of(plan.training.schedule),
         microbatches=plan.training.num_microbatches,
-        ranks=plan.num_ranks,
+        ranks=plan.num_processes,
         plan=plan.hash(),
         plan_crc32=zlib.crc32(plan.to_json().encode()),
         optimizer=" and ".join(sorted({one.kind for stage in stages for one in stage.groups})),

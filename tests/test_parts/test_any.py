@@ -19,7 +19,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.compiled import Compiled
 from pdcompile.driver import build
 from pdcompile.errors import ConfigError, InfeasibleError, LaunchError, NotFoundError
-from pdcompile.layout_search import LayoutSearch
+from pdcompile.layout_search import LayoutSearch, Planned
 from pdcompile.options import Options
 from pdcompile.options.layouts import SPLITS, layouts, named
 from pdcompile.pass_runner import Listener, PassRunner
@@ -194,6 +194,18 @@ def test_no_split_is_ideal() -> None:
     assert all(seconds >= whole * (1 - 1e-9) for seconds in least.values()), least
     ideal = [seconds for name, seconds in least.items() if name.endswith("True")]
     assert ideal == pytest.approx([whole] * len(ideal))
+
+
+@pytest.mark.parametrize(("times", "rows"), [(2.0, ["2 parts by width, at least"]), (0.9, [])])
+def test_a_layout_that_was_not_tried_is_told_by_its_bound(times: float, rows: list[str]) -> None:
+    """None is told that might be faster."""
+    plan = planned(two_hosts(), replicas=4, verify="off").plan
+    search, seconds = LayoutSearch(True, Listener()), plan.certificate.objective_seconds
+    search.add(Planned(Options(), *cast(Any, (None, None, None, None, plan))))
+    search._bounded(Options.given({"parts": 2, "split": "width"}), times * seconds)
+    found = [one for one in search.fastest().plan.alternatives if one.choice == "parts"]
+    assert [(one.own, one.value) for one in found] == [("whole stages", row) for row in rows]
+    assert all(one.step_seconds == pytest.approx(times * seconds) for one in found)
 
 
 def test_layouts_stay_inside_the_innermost_links() -> None:

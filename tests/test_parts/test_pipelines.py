@@ -12,6 +12,7 @@ from torch import nn
 
 import pdcompile
 from examples.gpt import GPT, loss_fn
+from pdcompile.checkpoint.contents import open_checkpoint
 from pdcompile.eager.optimizers import NamedParameters
 from pdcompile.errors import ConfigError, LaunchError
 from pdcompile.options import Options
@@ -201,6 +202,7 @@ def checkpoints_fit(
     made = OPTIMIZERS[name](NamedParameters(plain.named_parameters()))
     optimizers = made if isinstance(made, list) else [made]
     assert pdcompile.load_checkpoint(kept, plain, optimizers).minibatches == len(settings)
+    assert open_checkpoint(kept).manifest.ranks == ranks  # parts count
     last, seen = torch.load(kept / "last.pt"), dict[str, torch.Tensor]()
     for fqn, parameter in plain.named_parameters():
         states = [one.state[parameter] for one in optimizers if parameter in one.state]

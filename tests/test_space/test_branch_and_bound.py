@@ -115,9 +115,12 @@ def test_only_what_is_faster_than_another_plan_is_sought(schedules: tuple[str, .
         explored(graph, cluster, space, sketch=True)
     assert sketch.value.least_seconds == pytest.approx(seconds)
     assert sketch.value.seconds >= seconds * (1 - 1e-9)  # with its updates
-    first = explored(graph, cluster, space, time_limit=0.0, start=sketch.value.best)
-    assert step_seconds(first) == pytest.approx(seconds)
+    at_once = explored(graph, cluster, space, time_limit=0.0, start=sketch.value.best)
+    assert step_seconds(at_once) == pytest.approx(seconds)
     assert step_seconds(explored(graph, cluster, space, time_limit=0.0)) > 1.05 * seconds
+    with pytest.raises(Sketched) as sketch:  # one is tried where there is no plan elsewhere
+        explored(graph, cluster, space, sketch=True, time_limit=0.0)
+    assert 1.05 * seconds < sketch.value.seconds < math.inf
 
 
 @pytest.mark.sample(1)

@@ -72,7 +72,7 @@ class FirstPlans:
         trials, ticket, sure = self.trials, count(), 1.0 if self.trials.sketch else SURE
         heap = [(self._estimate(branch), next(ticket), branch) for branch in self._branches()]
         heapq.heapify(heap)
-        while heap and not trials.over(until):
+        while heap and not (trials.over(until) and (trials.seen or trials.some)):
             seconds, _, branch = heapq.heappop(heap)
             if trials.seen and seconds >= trials.below_with_gain:
                 break
