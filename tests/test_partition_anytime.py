@@ -197,6 +197,8 @@ def test_patience_ends_with_as_much_work_without_news_as_before(
     work = [0.0]
     monkeypatch.setattr(time, "process_time", lambda: work[0])
     budget, still = Budget(1e6, patience=2.0), Budget(1e6)
+    work[0] = 5.0
+    assert not budget.late  # there was no news to wait after
     for begin, ends in ((0.5, 2.5), (2.0, 4.0), (3.5, 7.0)):
         work[0] = begin
         assert not budget.late

@@ -23,8 +23,8 @@ class OutOfTimeError(Exception):
 class Budget:
     """A deadline that Ctrl-C brings forward.
 
-    With `patience` it also ends once a search has had no news for so many seconds of its own work,
-    and for as long as all work before them took.
+    With `patience` it also ends once a search has had no news after its first for so many seconds
+    of its own work, and for as long as all work before them took.
 
     As a context manager it catches SIGINT (in the main thread): the first one only sets
     `stopped`, which loops look at through `late`; a second one raises KeyboardInterrupt.
@@ -41,7 +41,7 @@ class Budget:
         self.deadline = math.inf if seconds is None else self.begin + seconds
         self.within = within  # Ctrl-C there is Ctrl-C here
         self.patience = patience
-        self._work = self._news = time.process_time()  # at the begin, and at the last news
+        self._work, self._news = time.process_time(), math.inf  # at the begin, at the last news
         self._stopped = False
         self._previous: Any = None
 
@@ -57,7 +57,7 @@ class Budget:
     @property
     def waits(self) -> float:
         """Seconds of work that news may still take; they pass no faster than the clock does."""
-        if self.patience == math.inf:
+        if math.inf in (self.patience, self._news):
             return math.inf
         return max(self.patience, self._news - self._work) - (time.process_time() - self._news)
 

@@ -49,7 +49,7 @@ class Search:
     seen: set[tuple[int, ...]] = field(default_factory=set)  # assignments
     cut: AnyCut | None = None
     _line: str = ""
-    _known: tuple[float, float] = (math.inf, 0.0)  # objective and bound at the last news
+    _known: tuple[float, float] | None = None  # objective and bound at the last news
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
         """Evaluate an assignment of groups; True when it is the best so far."""
@@ -85,13 +85,18 @@ class Search:
     def late(self) -> bool:
         return self.budget.late
 
+    def news(self) -> None:
+        """Wait for what is better than the plan and the bound that there are now."""
+        self._known = self.upper, self.bound
+        self.budget.news()
+
     def _tell(self) -> None:
         if self.best is None:
             return
         bound = min(self.bound, self.upper)
-        if self._known[0] - self.upper + bound - self._known[1] >= NEWS * self.upper:
-            self._known = self.upper, bound
-            self.budget.news()
+        known = self._known
+        if known and known[0] - self.upper + self.bound - known[1] >= NEWS * self.upper:
+            self.news()
         gap = 1 - bound / self.upper if self.upper > 0 else 0.0
         line = (
             f"plan {format_seconds(self.upper)}, bound {format_seconds(bound)}, "
@@ -134,6 +139,8 @@ def solve(
     for step in (_bound, move_groups, prove):
         if search.best is not None and not search.proved and not search.late:
             step(search)
+        if step is _bound:  # patience begins where plan and bound are those of a whole search
+            search.news()
     return search
 
 
