@@ -228,9 +228,7 @@ def recompiled(model: nn.Module, flat: FlatCall, options: Options, usual: Compil
         autocast=plan.training.autocast, evaluates=True,
     )  # fmt: skip
     evaluation = evaluated_in_parts(found.eval, usual.capture, plan.training)
-    captured = replace(
-        usual.capture, eval=evaluation, attributes=found.attributes, arguments=found.arguments
-    )
+    captured = replace(usual.capture, eval=evaluation, attributes=found.attributes)
     return replace(
         usual,
         capture=captured,

@@ -24,7 +24,6 @@ from pdcompile.batch import (
     split,
     weights,
 )
-from pdcompile.eager.snapshot import attribute, plain_text
 from pdcompile.errors import ConfigError, InputError, did_you_mean, some
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Affine, OpGraph, walk
@@ -54,7 +53,6 @@ def begin_call(
         if flat.whole is not None:
             _check_turn(flat.whole, number, training=training)
         size = _checked_size(cut, flat, paths if part is None or part else (), part)
-        _check_objects(session, flat)
         if size is not None:
             _check_values(cut, flat, size, part)
     session.check_changes(training)
@@ -239,33 +237,6 @@ def _check_constants(graph: OpGraph, flat: FlatCall) -> None:
                 "part of the plan",
                 where=path,
                 remedy=remedy,
-            )
-
-
-def _check_objects(session: Session, flat: FlatCall) -> None:
-    """Raise InputError where an attribute of an argument that forward read is another one now.
-
-    A tensor that lies there may be written in place: the stages read the one that was captured.
-    """
-    for (path, *names), was in session.compiled.capture.arguments:
-        owner = flat.leaves.get(path)
-        if owner is None:
-            continue  # a rank that has no input, or a call without target
-        for name in names[:-1]:
-            owner = attribute(owner, name)
-        now = attribute(owner, names[-1])
-        is_new = plain_text(now) != was
-        if isinstance(now, Tensor) and not is_new:
-            held = session.read_of_arguments.setdefault((path, *names), now)
-            is_new = held is not now and not (held.shape == now.shape and torch.equal(held, now))
-            was = "another tensor"
-        if is_new:
-            raise InputError(
-                f"forward reads this attribute of an argument, which was {was} when the model was "
-                f"captured and is {plain_text(now) or repr(now)} now: its value is "
-                "part of the plan",
-                where=".".join([path, *names]),
-                remedy="make another pipeline for the other value, or pass it as a tensor",
             )
 
 

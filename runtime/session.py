@@ -62,7 +62,6 @@ class Session(Guarded):
         self.ranks = list(self.stages_of_rank) if world is None else [world.rank]
         self.spec = compiled.stream.spec
         self.stages = sorted({s for rank in self.ranks for s in self.stages_of_rank[rank]})
-        self.read_of_arguments: dict[tuple[str, ...], Tensor] = {}  # by leaf and names in it
         self.device = device_of(plan, self.ranks, alone=world is None)
         self.state = initial_state(model, options, compiled, self.ranks, world)
         self.once = shared_weights(self.state, world, self.spec, self.device)

@@ -127,10 +127,9 @@ def _same(found: Any, expected: Any) -> bool:
     return flat[0][1] == flat[1][1] and all(map(torch.equal, flat[0][0], flat[1][0]))
 
 
-def test_inputs_that_differ_in_dimension_0_are_traced_with_these_shapes() -> None:
+def test_without_batch_dims_a_graph_is_for_these_shapes() -> None:
     model = _Recurrent()
-    with pytest.warns(UserWarning, match=r"differ in dimension 0 \(x 4, state\[0\] 2, state\[1\]"):
-        graph = pdcompile.trace(model, _call(4))
+    graph = pdcompile.trace(model, _call(4), batch_dims=None)
     assert all(entry.batch_dim is None for entry in graph.inputs)
     module = graph.to_module()
     assert _same(module(*_call(4, seed=1)), model(*_call(4, seed=1)))
@@ -141,7 +140,7 @@ def test_inputs_that_differ_in_dimension_0_are_traced_with_these_shapes() -> Non
 def test_batch_dims_say_where_the_samples_are() -> None:
     model = _Recurrent()
     with pytest.raises(InputError, match="neither the batch size"):
-        pdcompile.trace(model, _call(4), batch_dims=0)
+        pdcompile.trace(model, _call(4))
     with pytest.raises(ConfigError, match="not a valid value"):
         pdcompile.trace(model, _call(4), batch_dims="first")
     module = pdcompile.trace(model, _call(4), batch_dims={"state": 1}).to_module()

@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -239,6 +240,19 @@ def _capture_without_checks(model: nn.Module) -> None:
     from pdcompile.passes.trace import trace
 
     trace(model, rows())
+
+
+class _Way(Enum):
+    DOUBLE = 2
+
+
+def test_an_object_among_the_arguments() -> None:
+    settings = type("Settings", (), {"scale": 2.0})()
+    model = make(lambda self, x, given: self.lin(x) * given.scale)
+    with pytest.raises(TraceError, match=r"the input given \(Settings\) is an object"):
+        captured(model, rows(), settings)
+    found = captured(make(lambda self, x, way: self.lin(x) * way.value), rows(), _Way.DOUBLE)
+    assert found.train.constants == (("way", repr(_Way.DOUBLE)),)
 
 
 def test_parameters_in_the_same_memory() -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
@@ -35,15 +34,14 @@ from pdcompile.warn import warn
 __all__ = ["capture", "trace"]
 
 
-def trace(model: nn.Module, example_inputs: Any, *, batch_dims: Any = "auto") -> OpGraph:
+def trace(model: nn.Module, example_inputs: Any, *, batch_dims: Any = 0) -> OpGraph:
     """Captures the model's present mode (training or not) on one minibatch, without a loss_fn.
 
     Args:
         model: any nn.Module that `compile` takes.
         example_inputs: a tensor, a tuple (positional) or a dict (keyword).
         batch_dims: which dimension of each input counts samples, as for `compile`; None: none
-            does, and the graph is for these shapes alone.  "auto": dimension 0; where the inputs
-            differ in it, none, with a warning.
+            does, and the graph is for these shapes alone.
 
     The graph holds for other numbers of samples too (`OpGraph.sizes`), unless a warning says
     that it is for one size alone; ``graph.to_module()`` computes it.
@@ -54,26 +52,8 @@ def trace(model: nn.Module, example_inputs: Any, *, batch_dims: Any = "auto") ->
         TraceError: the model cannot be captured faithfully.
     """
     flat = example_call(model, example_inputs)
-    captured = capture(model, flat, _layout(flat, batch_dims), None)
+    captured = capture(model, flat, resolve_batch(flat, batch_dims), None)
     return captured.train if model.training else captured.eval
-
-
-def _layout(flat: FlatCall, batch_dims: Any) -> BatchLayout:
-    if batch_dims != "auto":
-        return resolve_batch(flat, batch_dims)
-    sizes = {
-        path: leaf.shape[0]
-        for path, leaf in flat.leaves.items()
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] != 1
-    }
-    if len(set(sizes.values())) <= 1:
-        return resolve_batch(flat, 0)
-    found = ", ".join(f"{path} {size}" for path, size in sizes.items())
-    warn(
-        f"the inputs differ in dimension 0 ({found}), so the graph is for inputs of these shapes "
-        "alone; batch_dims= says which dimension of each counts samples"
-    )
-    return resolve_batch(flat, None)
 
 
 def capture(

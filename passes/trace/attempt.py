@@ -76,7 +76,7 @@ class Attempts:
             self._recordings.clear()
             subject = self._subject
             subject.proofs.clear()
-            self._reads = AttributeReads(subject.model, subject.loss_fn, subject.flat.leaves)
+            self._reads = AttributeReads(subject.model, subject.loss_fn)
         try:
             return self._captured()
         except TraceError as error:
@@ -110,8 +110,7 @@ class Attempts:
             self._recordings,
         )
         numbers = {fqn for each in self.recordings for fqn in each.findings.constants}
-        reads = self._reads
-        return Capture(train, evaluation, reads.places, reads.arguments, tuple(sorted(numbers)))
+        return Capture(train, evaluation, self._reads.places, tuple(sorted(numbers)))
 
     def _recorded(self, training: bool, size: int, *, settle: bool = True) -> Recording:
         call = self._subject.call(size)

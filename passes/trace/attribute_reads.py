@@ -8,7 +8,7 @@ they happen, by module and name, and the runtime compares the values at every ca
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import FunctionType
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from pdcompile.eager.modes import switching
-from pdcompile.eager.snapshot import attribute, plain_text
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.observer import OURS
 
@@ -32,19 +31,15 @@ _COMPARED_WHOLE = (  # types whose values are compared themselves, not by their 
 )  # fmt: skip
 
 Place = tuple[str, ...]
-_ARGUMENT = "<argument>"  # no module has this path
 
 
 class AttributeReads:
     """The places that were read: (module path, attribute, attribute of that object, …).
 
-    Modules of `loss_fn` have paths that begin with ``loss_fn``.  Those of objects among the call's
-    `leaves` begin with the leaf's path, and are kept apart.
+    Modules of `loss_fn` have paths that begin with ``loss_fn``.
     """
 
-    def __init__(
-        self, model: nn.Module, loss_fn: Any = None, leaves: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._read: set[Place] = set()
         self._own: set[Place] = set()  # assigned by forward before anything reads them
         self._owners: dict[int, Place] = {}
@@ -55,31 +50,12 @@ class AttributeReads:
                 self._owners[id(module)] = (f"loss_fn.{path}" if path else "loss_fn",)
         for path, module in model.named_modules():
             self._owners[id(module)] = (path,)
-        self._first: dict[Place, str | None] = {}  # what the first read found, of arguments
-        self._objects: dict[Place, Any] = {}  # by place; kept, so that an id means one object
-        for path, leaf in (leaves or {}).items():
-            if id(leaf) not in self._owners and _is_plain_object(leaf):
-                self._owners[id(leaf)] = (_ARGUMENT, path)
-                self._objects[_ARGUMENT, path] = leaf
-                self.classes.add(type(leaf))
+        self._kept: list[Any] = []  # objects, so that an id means one of them
 
     @property
     def places(self) -> tuple[Place, ...]:
         """The places that a call depends on, without those that it assigns itself."""
-        return tuple(sorted(p for p in self._read - self._own if p[0] != _ARGUMENT))
-
-    @property
-    def arguments(self) -> tuple[tuple[Place, str], ...]:
-        """The places in objects that the call passes, and their plain data as text.
-
-        Without those that forward writes, which no later call finds as it was.
-        """
-        kept = [place for place in self._first.keys() - self._own if self._unchanged(place)]
-        return tuple((place[1:], str(self._first[place])) for place in sorted(kept))
-
-    def _unchanged(self, place: Place) -> bool:
-        text, owner = self._first[place], self._objects[place[:-1]]
-        return text is not None and text == plain_text(attribute(owner, place[-1]))
+        return tuple(sorted(self._read - self._own))
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -117,7 +93,7 @@ class AttributeReads:
 
     def _assigned(self, place: Place, before: Any) -> None:
         """Notes that forward assigned: an earlier read counts, unless it found None."""
-        if place not in self._read or before is None or place[0] == _ARGUMENT:
+        if place not in self._read or before is None:
             self._own.add(place)
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
@@ -129,16 +105,14 @@ class AttributeReads:
         if name == "training" and sys._getframe(2).f_code.co_filename.startswith(OURS):
             return
         self._read.add((*place, name))
-        if place[0] == _ARGUMENT:
-            self._first.setdefault((*place, name), plain_text(attribute(owner, name)))
-        if id(value) not in self._owners and _is_plain_object(value):
+        if id(value) not in self._owners and is_plain_object(value):
             self._owners[id(value)] = (*place, name)
-            self._objects[*place, name] = value
+            self._kept.append(value)
             if type(value) not in self.classes:
                 self._watch(type(value))
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """True if a value has attributes and a class that is written in Python."""
     kind = type(value)
     if isinstance(value, _COMPARED_WHOLE):

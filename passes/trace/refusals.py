@@ -160,6 +160,11 @@ BLOCK_MASK: Refusal = (
     "the input {} is a BlockMask of FlexAttention, whose function is no data",
     "pass the tensors that its mask_mod reads, and call create_block_mask in forward",
 )
+OBJECT: Refusal = (
+    "the input {} is an object, and what forward reads of it may change from call to call",
+    "give it to the model as an attribute (self.settings = …), whose changes are noticed, or pass "
+    "the tensors, numbers and strings that forward reads of it",
+)
 COMPILED = (
     "call the function as it is, without torch.compile (flex_attention instead of "
     "torch.compile(flex_attention); attn_implementation='sdpa' of a Hugging Face model, whose "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from enum import Enum
 from functools import partial
 from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any
@@ -40,23 +39,6 @@ def attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = of_c
         return found.__get__(owner)
     except AttributeError:  # a slot that nothing was put into
         return MISSING
-
-
-def plain_text(value: Any, depth: int = 4) -> str | None:
-    """Plain data (numbers, names, functions, and containers of them) as text, equal in every
-    process; None for anything else.  Values of tensors are not looked at."""
-    if value is MISSING or isinstance(value, torch.Tensor):
-        return "not there" if value is MISSING else "a tensor"
-    if isinstance(value, type | FunctionType):
-        return f"{value.__module__}.{value.__qualname__}"
-    if not isinstance(value, dict | tuple | list | set | frozenset):
-        return repr(value) if value is None or isinstance(value, (*_VALUES, Enum)) else None
-    parts = [x for pair in value.items() for x in pair] if isinstance(value, dict) else [*value]
-    texts = [plain_text(part, depth - 1) if depth else None for part in parts]
-    found = [text for text in texts if text is not None]
-    if isinstance(value, set | frozenset):
-        found.sort()
-    return f"{type(value).__name__}({', '.join(found)})" if len(found) == len(texts) else None
 
 
 def tensors_at(

@@ -133,8 +133,6 @@ class Capture:
     train: OpGraph
     eval: OpGraph
     attributes: tuple[tuple[str, ...], ...] = ()  # that forward read: (module, name, name in it)
-    #: of objects that the call passes: (the leaf's path, name, name in it, …) -> their plain text
-    arguments: tuple[tuple[tuple[str, ...], str], ...] = ()
     numbers: tuple[str, ...] = ()  # tensors whose values forward made Python numbers of
     kept: str = field(default="", compare=False)
     division: Division = field(default_factory=Division)

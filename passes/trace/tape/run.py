@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from pdcompile.ir.graph import Argument, Attr, GraphInput, OpGraph, Ref
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Findings, Refuted
+from pdcompile.passes.trace.attribute_reads import is_plain_object
 from pdcompile.passes.trace.cached_tensors import Computations
 from pdcompile.passes.trace.constants import example_calls
 from pdcompile.passes.trace.global_state import emptied
@@ -330,6 +332,8 @@ def enter_inputs(
         if not isinstance(leaf, torch.Tensor):
             if type(leaf).__qualname__ == "BlockMask":  # by its text it is that of another function
                 raise refusals.error(refusals.BLOCK_MASK, path, path)
+            if is_plain_object(leaf) and not isinstance(leaf, Enum):
+                raise refusals.error(refusals.OBJECT, f"{path} ({type(leaf).__name__})", path)
             leaves[path] = leaf
             if path != "target" or leaf is not None:
                 constants.append((path, repr(leaf)))
