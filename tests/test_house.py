@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_984),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_670),
-    "trace": (("passes/trace",), 6_591),
+    "trace": (("passes/trace",), 6_586),
     "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

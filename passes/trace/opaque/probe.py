@@ -30,7 +30,7 @@ from pdcompile.passes.trace.comparison.step_values import same
 from pdcompile.passes.trace.constants import shuffled
 from pdcompile.passes.trace.interceptors.flex_attention import refuse_backward
 from pdcompile.passes.trace.interceptors.generators import Sentinel, Unseeded
-from pdcompile.passes.trace.python_state import State
+from pdcompile.passes.trace.python_state import State, kept_buffers
 from pdcompile.passes.trace.refusals import remedy
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.interceptor import patched
@@ -228,10 +228,10 @@ def _run(
     sentinel = Sentinel()
     given = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
     device = next(given, devices.HOST)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     unseeded = Unseeded(lambda: watch.draws, lambda: locate(None)[0])
     try:
         with (
+            kept_buffers(model),
             watch.calls(),
             python_draws.watched(sentinel.follow),
             flex_attention_uncompiled(),
@@ -255,11 +255,6 @@ def _run(
         ) from error
     finally:
         sentinel.restore()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if buffer.shape != value.shape:
-                    buffer.resize_(value.shape)
-                buffer.copy_(value)
     return watch.found
 
 
