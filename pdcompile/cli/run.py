@@ -88,6 +88,9 @@ def run(
         int,
         typer.Option(min=1, help="Minibatches to train on, with --resume those before included."),
     ] = 20,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Measure costs anew, and keep none of them.")
+    ] = False,
 ) -> Result | None:
     """Train TARGET as a pipeline.
 
@@ -105,12 +108,14 @@ def run(
 
     Checkpoints are in ./checkpoints unless --save names another folder.
     """
-    from pdcompile import driver
+    from pdcompile import driver, files
     from pdcompile.report import chrome
     from pdcompile.report.progress import compiling
     from pdcompile.workload import load_target
 
     flags.check()
+    if no_cache:
+        os.environ[files.VARIABLE] = "off"
     workload = load_target(target)
     more = flags.given() | {"weights": flags.said.get("weights") or workload.weights}
     more |= {"resume": saves.folder} if saves.resume else {}
