@@ -213,6 +213,12 @@ class Training:
         return self.parts if isinstance(self.parts, int) else max(self.parts)
 
     @property
+    def sharing(self) -> int:
+        """Parts that share the samples of each microbatch; 1 where none does."""
+        axes = [self.split, *(axis for _, axis in self.module_splits)]
+        return self.most_parts if any(axis.endswith("samples") for axis in axes) else 1
+
+    @property
     def kind(self) -> ScheduleKind:
         """The row of the schedule.  Raises ScheduleError where there is none of that name."""
         return kind_of(self.schedule)
