@@ -107,7 +107,7 @@ class StagePlan:
     first_workspace_bytes: int = 0  # of a minibatch's first backward, its gradients too; 0: unknown
     recompute: bool = False  # runs its forward again, from its inputs, just before a backward
     step_bytes: int = 0  # temporaries of the optimizer's step on this stage's parameters
-    update_seconds: float = 0.0  # of one update of its weights
+    update_seconds: float = 0.0  # of one update, for which parts may sum gradients first
     input_bytes: int = 0  # what it reads of the caller's tensors, of a whole minibatch
     output_bytes: int = 0  # what it makes for the caller, per microbatch
     split_bytes: int = 0  # kept between the parts of a split backward; 0: unknown, as many as saved
