@@ -124,12 +124,8 @@ class Cut:
         if not self.session.compiled.layout.splits:
             return [size]
         plan, known = self.session.compiled.plan, self.graph.sizes
-        count = plan.training.num_microbatches
-        if not known.holds_parts(size, min(count, size)):
-            most = min(count, size) if self.training else size
-            fitting = [m for m in range(1, most + 1) if known.holds_parts(size, m)]
-            count = min(fitting, key=lambda m: abs(m - count), default=count)
-        return microbatch_sizes(size, count)
+        wanted = plan.training.num_microbatches
+        return microbatch_sizes(size, known.count(size, wanted, more=not self.training))
 
     def of(self, worker: Worker, turn: int, count: int) -> Sequence[int]:
         """Microbatches of minibatch `turn` that come to a worker: those that its replica takes, or

@@ -274,6 +274,7 @@ BYTES = """
     ids = torch.randint(256, (8, 16))
     model = GPT(2, 64, 4, 16)
     model.spare = torch.nn.Parameter(torch.ones(100, 100))  # has no gradient, and so no state
+    model.scale = torch.nn.Parameter(torch.ones(()))
     pipe = pdcompile.compile(
         model, ids, example_target=ids, loss_fn=loss_fn, costs="estimated",
         microbatches=4, replicas=2, stages=1, updates="home", verify="off",
@@ -283,6 +284,8 @@ BYTES = """
     held = sum(one.nbytes for of in states for one in of.values() if one.dim())
     assert held == pipe.plan.ledgers[pipe.ranks[0]].optimizer_bytes, held
     assert "stepped by other replicas" in pipe.explain()
+    whole = pipe.full_optimizer_state_dict()  # on rank 0
+    assert not whole or "scale" in whole["param_groups"][0]["params"]
     try:
         pipe.optimizer.step()
     except pdcompile.PdcompileError as error:

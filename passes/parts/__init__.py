@@ -169,10 +169,10 @@ def _divided(
 def _refuse_unequal(training: Training) -> None:
     """Refuses microbatches whose samples parts cannot share equally."""
     batch, count, parts = training.batch_size, training.num_microbatches, training.most_parts
-    shared = [f"split={training.split!r}"] * training.split.endswith("samples") + [
-        str(Wished(*one)) for one in training.module_splits if one[1].endswith("samples")
-    ]
-    if shared and batch % (count * parts):
+    if training.sharing > 1 and batch % (count * parts):
+        shared = [f"split={training.split!r}"] * training.split.endswith("samples") + [
+            str(Wished(*one)) for one in training.module_splits if one[1].endswith("samples")
+        ]
         fit = [m for m in range(1, batch + 1) if batch % (m * parts) == 0]
         raise ConfigError(
             f"parts={parts}, {shared[0]}: microbatches={count} of {batch} samples do "

@@ -218,7 +218,7 @@ class _Writer(_Layouts):
         for fqn, shard in layouts.shards.items():
             tensors[fqn] = replace(tensors[fqn], shape=shard.local_shape(tensors[fqn].shape))
         written = replace(graph, ops=ops, values=values, tensors=tensors, origin=None, whole=None,
-                          parts=self.parts)  # fmt: skip
+                          parts=self.parts, summed=layouts.summed)  # fmt: skip
         if layouts.of_samples:
             sizes = replace(graph.sizes, multiple=self.parts)
             size = -(-graph.batch_size // self.parts) * self.parts

@@ -7,14 +7,14 @@ between them comes from `boundaries`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 import pdcompile
 from pdcompile import jsonio
-from pdcompile.cluster import Cluster
+from pdcompile.cluster import Cluster, Level, ring_seconds
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk, written_buffers
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
 from pdcompile.passes.costs import Resident
@@ -74,7 +74,8 @@ def plan_of_cut(
     ops: list[list[Op]] = [[] for _ in ranks]
     for op in graph.ops:
         ops[stage_of[op.name]].append(op)
-    updated = _updated(given, ops, tied, ranks, training)
+    trained = _trained(given, ops, tied)
+    updated = _updated(trained, ranks, training)
     stages = tuple(
         _at_speed(
             _stage(
@@ -88,6 +89,7 @@ def plan_of_cut(
                 b if s == last else 0,
             ),
             min(cluster.devices[rank].speed for rank in own),
+            sum_seconds(given, trained[s], cluster.parts),
         )
         for s, own in enumerate(ranks)
     )
@@ -220,21 +222,25 @@ def _stage(
     return replace(found, **{name: getattr(resident, name) for name in _HELD})
 
 
-def _updated(
-    graph: OpGraph,
-    ops: Sequence[Sequence[Op]],
-    tied: Sequence[TiedParameter],
-    ranks: Sequence[Sequence[int]],
-    training: Training,
-) -> list[list[list[int]]]:
-    """Bytes of the parameters that are updated, by stage and home, in the optimizer's order."""
-    found, sizes = [], []
+def _trained(
+    graph: OpGraph, ops: Sequence[Sequence[Op]], tied: Sequence[TiedParameter]
+) -> list[dict[str, int]]:
+    """Bytes of the parameters that each stage updates, in the optimizer's order."""
+    sizes = []
     for s, held in enumerate(ops):
         used = {fqn for op in held for fqn in op.used_tensors}
         used -= {one.fqn for one in tied if s in one.stages[1:]}  # which an earlier stage updates
         infos = [one for fqn, one in graph.tensors.items() if fqn in used]
         trained = [one for one in infos if one.kind == "parameter" and one.requires_grad]
         sizes.append({one.fqn: one.bytes for one in trained})
+    return sizes
+
+
+def _updated(
+    sizes: Sequence[Mapping[str, int]], ranks: Sequence[Sequence[int]], training: Training
+) -> list[list[list[int]]]:
+    """Bytes of the parameters that are updated, by stage and home, in the optimizer's order."""
+    found = []
     updating = ranks if training.updates == "home" else [own[:1] for own in ranks]
     homes = balanced_homes(updating, sizes)
     for own, of in zip(updating, sizes, strict=True):
@@ -245,13 +251,20 @@ def _updated(
     return found
 
 
-def _at_speed(stage: StagePlan, speed: float) -> StagePlan:
-    """A stage of speed 1 on ranks of another one."""
+def sum_seconds(graph: OpGraph, fqns: Iterable[str], link: Level | None) -> float:
+    """Seconds of an update in which parts sum gradients: those of the parameters, of these, that
+    each has whole, one after the other."""
+    sizes = [graph.tensors[fqn].bytes for fqn in graph.summed.intersection(fqns)]
+    return sum(ring_seconds(link, size, link.size) for size in sizes) if link else 0.0
+
+
+def _at_speed(stage: StagePlan, speed: float, summing: float) -> StagePlan:
+    """A stage of speed 1 on ranks of another one, whose parts sum gradients for so long."""
     return replace(
         stage,
         forward_seconds=stage.forward_seconds / speed,
         backward_seconds=stage.backward_seconds / speed,
-        update_seconds=stage.update_seconds / speed,
+        update_seconds=stage.update_seconds / speed + summing,
     )
 
 

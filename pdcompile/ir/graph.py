@@ -55,7 +55,8 @@ class OpGraph:
     `tensor_values` holds the tensors of kind "constant" (torch objects; not saved).
     `sizes` are the microbatch sizes that it may run at (known after a capture; not saved).
     `whole` is the graph that this one is a part of, with more outputs; None where it is all.
-    `parts`: of that many parts of a stage this is the program of one.
+    `parts`: of that many parts of a stage this is the program of one.  `summed`: parameters that
+    each of them has whole, with a share of the gradient, which are summed once an update.
     `origin` remembers the captured model and the other mode's graph (`captured_module.Origin`).
     """
 
@@ -77,6 +78,7 @@ class OpGraph:
     origin: Any = field(default=None, compare=False, repr=False)
     whole: OpGraph | None = field(default=None, compare=False, repr=False)
     parts: int = field(default=1, compare=False, repr=False)
+    summed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def model(self) -> str:
@@ -87,7 +89,7 @@ class OpGraph:
         return format_graph(self)
 
     def to_json(self) -> str:
-        """Readable JSON without output_spec, tensor_values, sizes, origin, whole and parts."""
+        """Readable JSON without output_spec, tensor_values, sizes, origin, whole, parts, summed."""
         return jsonio.dumps(graph_json.to_record(self))
 
     @classmethod

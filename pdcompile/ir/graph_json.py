@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 VERSION = 2
 REMEDY = "write it anew: OpGraph.to_json"
 _ARGUMENT_FIELDS = {"args", "kwargs", "constructor", "output", "shape"}
-_NOT_SAVED = {"output_spec", "tensor_values", "sizes", "origin", "whole", "parts"}
+_NOT_SAVED = {"output_spec", "tensor_values", "sizes", "origin", "whole", "parts", "summed"}
 # Fields that do not change the computation.
 _NOT_IN_FINGERPRINT = {
     "source", "variable", "cost", "flops", "saved_bytes", "batch_size", "classes", "notes",

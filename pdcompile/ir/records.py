@@ -318,6 +318,15 @@ class SizeRange:
         """True if a minibatch of this size may be cut into so many microbatches."""
         return self.holds(size // count) and self.holds(-(-size // count))
 
+    def count(self, size: int, wanted: int, *, more: bool) -> int:
+        """Number of microbatches of a minibatch of this size: as many as are wanted, or as few less
+        as it may be cut into, or `more`."""
+        most = min(wanted, size)
+        if self.holds_parts(size, most):
+            return wanted
+        fitting = (m for m in range(1, (size if more else most) + 1) if self.holds_parts(size, m))
+        return min(fitting, key=lambda m: abs(m - wanted), default=wanted)
+
 
 _PLAIN = frozenset((Ref, Attr, LeftOut, str, int, float, bool, type(None)))  # hold no others
 

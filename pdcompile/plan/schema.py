@@ -107,7 +107,7 @@ class StagePlan:
     first_workspace_bytes: int = 0  # of a minibatch's first backward, its gradients too; 0: unknown
     recompute: bool = False  # runs its forward again, from its inputs, just before a backward
     step_bytes: int = 0  # temporaries of the optimizer's step on this stage's parameters
-    update_seconds: float = 0.0  # of one update of its weights
+    update_seconds: float = 0.0  # of one update, for which parts may sum gradients first
     input_bytes: int = 0  # what it reads of the caller's tensors, of a whole minibatch
     output_bytes: int = 0  # what it makes for the caller, per microbatch
     split_bytes: int = 0  # kept between the parts of a split backward; 0: unknown, as many as saved
@@ -211,6 +211,12 @@ class Training:
     def most_parts(self) -> int:
         """Parts of the stages that are divided; 1 where none is."""
         return self.parts if isinstance(self.parts, int) else max(self.parts)
+
+    @property
+    def sharing(self) -> int:
+        """Parts that share the samples of each microbatch; 1 where none does."""
+        axes = [self.split, *(axis for _, axis in self.module_splits)]
+        return self.most_parts if any(axis.endswith("samples") for axis in axes) else 1
 
     @property
     def kind(self) -> ScheduleKind:

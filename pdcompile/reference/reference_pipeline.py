@@ -40,6 +40,7 @@ from pdcompile.eager.modes import apply_overrides, in_mode
 from pdcompile.eager.optimizers import make_optimizer
 from pdcompile.eager.randomness import DrawScope, evaluation_minibatch, one_thread, preserved_rng
 from pdcompile.errors import ConfigError
+from pdcompile.ir.records import SizeRange
 from pdcompile.options import Options
 from pdcompile.options.option_checks import (
     check_older_weights,
@@ -77,6 +78,8 @@ class Reference(ReferenceState):
         self._versions = Versions(self._model, ages)
         self._groups = Groups(self._model, ages, partial(learning_rates, options))
         plan = options.plan
+        #: sizes of microbatches: parts of a stage may share the samples of each
+        self._sizes = SizeRange(multiple=1 if plan is None else plan.training.sharing)
         self._uses = TiedUses(self._model, () if plan is None else plan.tied)
         self._sums = ReplicaSums(self._model, plan)
         lag = max((age.lag for age in ages.values()), default=0)
@@ -173,7 +176,10 @@ class Reference(ReferenceState):
             check_trains(self._options.schedule, "the reference")
         flat, layout = self._prepare(args, kwargs, target)
         number = self._num_minibatches if training else evaluation_minibatch(self._num_evaluations)
-        counted = self._options.loss_reduction, flat, layout, self._num_microbatches
+        count = self._num_microbatches
+        if layout.splits:
+            count = self._sizes.count(layout.size, count, more=not training)
+        counted = self._options.loss_reduction, flat, layout, count
         scales = weights(*counted) if training else []
         losses, outputs = list[Tensor](), list[Any]()
         later: dict[int, tuple[DrawScope, Tensor]] = {}
@@ -184,7 +190,7 @@ class Reference(ReferenceState):
             self._uses.of_minibatch() if training else nullcontext(),
             self._sums.of_minibatch() if training else nullcontext(),
         ):
-            for index, part in enumerate(split(flat.leaves, layout, self._num_microbatches)):
+            for index, part in enumerate(split(flat.leaves, layout, count)):
                 with DrawScope(self._model, self._options.seed, number, index) as scope:
                     output, loss = self._forward(flat, part, scope, with_loss=with_loss)
                     leaves = output_leaves(output) if loss is not None else []

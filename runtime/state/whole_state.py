@@ -114,7 +114,7 @@ def whole_order(session: Session) -> list[NamedGroup]:
         return named_groups(session.optimizer, names_of(all_parameters(session)))
     of = session.state.whole_shape
     bare = {
-        fqn: cast(nn.Parameter, like(one, torch.empty(1, dtype=one.dtype).expand(of(fqn))))
+        fqn: cast(nn.Parameter, like(one, torch.empty((), dtype=one.dtype).expand(of(fqn))))
         for fqn, one in all_parameters(session).items()
     }
     said = "the optimizer cannot be made for all of the model's parameters at one time"

@@ -17,6 +17,7 @@ from pdcompile.eager.summation import disordered
 from pdcompile.errors import PlanError
 from pdcompile.ir.graph import Op, OpGraph, Ref, walk
 from pdcompile.ir.records import OpCost
+from pdcompile.passes.stages.assemble import sum_seconds
 from pdcompile.plan.embedded import Finding
 from pdcompile.plan.schema import Plan, StagePlan, ranks_of
 from pdcompile.plan.times import times_of
@@ -267,6 +268,8 @@ def _stages(
             yield f"stages[{s}].step_bytes", message, AGAIN
         versions = kind_of(plan.training.schedule).stream
         update = plan.training.update_seconds(sum(sizes), versions=versions) / speed
+        summed = graph.summed.intersection(stage.parameters) - copied
+        update += sum_seconds(graph, summed, cluster.parts)
         if not math.isclose(stage.update_seconds, update, rel_tol=TOLERANCE, abs_tol=1e-300):
             message = f"update_seconds is {stage.update_seconds!r}, its weights need {update!r}"
             yield f"stages[{s}].update_seconds", message, AGAIN

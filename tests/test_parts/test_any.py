@@ -15,15 +15,16 @@ import pdcompile
 from examples.gpt import GPT, loss_fn
 from pdcompile import driver, layout_search
 from pdcompile.batch.call import example_call
-from pdcompile.cluster import Cluster
+from pdcompile.cluster import Cluster, ring_seconds
 from pdcompile.compiled import Compiled
 from pdcompile.driver import build
 from pdcompile.errors import ConfigError, InfeasibleError, LaunchError, NotFoundError
 from pdcompile.layout_search import LayoutSearch, Planned
 from pdcompile.options import Options
 from pdcompile.options.layouts import SPLITS, layouts, named
+from pdcompile.parts.shard import Split
 from pdcompile.pass_runner import Listener, PassRunner
-from pdcompile.passes.planning.search.trials import Sketched
+from pdcompile.passes.planning.search.trials import Sketched, Trials
 from tests.helpers.launch import processes
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree
 
@@ -256,6 +257,48 @@ def test_memory_and_links_decide() -> None:
         planned(tight, replicas=2, **fixed)
     divided = planned(tight, parts="any", **fixed).plan.training
     assert (divided.parts, divided.split) == (2, "width+sequence")
+
+
+@pytest.mark.parametrize("split", ["samples", "sequence", "weights+samples"])
+def test_an_update_waits_until_parts_have_summed_what_each_has_whole(
+    split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of weights that are whole on all parts are summed by these first, as by replicas,
+    in plans and where layouts are compared; else samples would be shared for nothing."""
+    given = {"parts": 2, "split": split, "stages": 2, "replicas": 1}
+    fast, slow = (planned(two_hosts(inside), **given) for inside in ("100 GB/s", "1 GB/s"))
+    assert slow.plan.machines.parts is not None
+    for compiled in fast, slow:
+        plan, graph, link = compiled.plan, compiled.capture.train, compiled.plan.machines.parts
+        assert link is not None
+        assert graph.summed == compiled.capture.division.summed
+        for s, stage in enumerate(plan.stages):
+            copied = {one.fqn for one in plan.tied if s in one.stages[1:]}
+            sizes = [
+                graph.tensors[fqn].bytes for fqn in graph.summed.intersection(stage.parameters)
+                if fqn not in copied
+            ]  # fmt: skip
+            owned = stage.trainable_bytes - sum(graph.tensors[fqn].bytes for fqn in copied)
+            own = plan.training.update_seconds(owned, versions=False)
+            summing = sum(ring_seconds(link, size, 2) for size in sizes)
+            assert stage.update_seconds == pytest.approx(own + summing)
+            whole = split != "weights+samples"  # of which only vectors are whole
+            assert (sum(sizes) > 0.9 * owned) == whole
+    found = list[float]()
+    told = Trials.updates
+    monkeypatch.setattr(Trials, "updates", lambda *a: found.append(told(*a)) or found[-1])
+    plan = planned(two_hosts("1 GB/s"), parts=2, split=split, replicas="any").plan
+    assert any(one == pytest.approx(max(s.update_seconds for s in plan.stages)) for one in found)
+
+
+def test_to_share_samples_is_not_for_nothing() -> None:
+    """Two parts of each sample on a slow link, beside two replicas there."""
+    slow = {"cluster": two_hosts("2 GB/s"), "stages": 2}
+    shared = planned(**slow, parts=2, split="samples").plan.forecast
+    replicas = planned(**slow, replicas=2).plan.forecast
+    assert shared is not None
+    assert replicas is not None
+    assert shared.step_seconds > 0.9 * replicas.step_seconds
 
 
 @pytest.mark.slow

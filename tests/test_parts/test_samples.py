@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from pdcompile.runtime.calls import check_sizes
 from tests.helpers import models
 from tests.helpers.generated import captured
 from tests.helpers.in_parts import run_part, written
+from tests.helpers.launch import processes
+from tests.test_parts.test_pipelines import COMMON
 from tests.test_parts.test_written import (
     FP64,
     Circular,
@@ -203,3 +206,30 @@ def test_values_have_the_shapes_of_one_part() -> None:
         if value.is_tensor:
             shape = tuple(n.at(size) if isinstance(n, Affine) else n for n in value.shape)
             assert tuple(values[name].shape) == shape, name
+
+
+SHORT = """
+    for split in "samples", "weights+samples", "sequence":
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Unflatten(1, (4, 4)),
+            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4),
+        ).double()  # fmt: skip
+        plain, x = copy.deepcopy(model), torch.randn(8, 8, dtype=torch.float64)
+        fixed = {"loss_fn": lambda y, _: y.square().mean(), "optimizer": torch.optim.SGD}
+        with compiled(model, x, example_target=x, parts=2, split=split, **fixed) as pipe:
+            reference = pdcompile.reference(plain, plan=pipe.plan, **fixed)
+            for rows in 8, 4, 8:
+                given = [one.step(x[:rows], target=x[:rows]).loss for one in (pipe, reference)]
+                assert abs(given[0] - given[1]) < 1e-12, (split, rows, given)
+                given = [one.eval_step(x[:rows], target=x[:rows]).loss for one in (pipe, reference)]
+                assert abs(given[0] - given[1]) < 1e-12, (split, rows, given)
+    print("ALIKE")
+"""
+
+
+def test_short_minibatches_are_those_of_the_reference(tmp_path: Path) -> None:
+    """Four microbatches of single samples are two of two where two parts share them; a microbatch
+    has masks of its own."""
+    run = processes(COMMON + SHORT, 2, tmp_path)
+    assert run.code == 0, run
+    assert run.output.count("ALIKE") == 2, run

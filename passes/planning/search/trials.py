@@ -8,6 +8,7 @@ the estimate come last, the fastest first.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import time
@@ -22,6 +23,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import choices, describe, evaluation
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, filled, limited, timed
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
+from pdcompile.passes.stages.assemble import sum_seconds
 from pdcompile.plan import Alternative, Plan, Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate
@@ -103,14 +105,29 @@ class Trials:
             return self._updates[candidate]
         problem = self._problem(candidate)
         found, spent = evaluation(problem, self.cluster, candidate), defaultdict[int, float](float)
-        stream = kind_of(candidate.setting.schedule).stream
+        stream, sums = kind_of(candidate.setting.schedule).stream, self._sums(candidate)
         for s, ranks in enumerate(candidate.ranks):
             owned = found.trainable(s) // (len(ranks) if candidate.setting.homes else 1)
             for rank in ranks:
                 rate = found.deployment.rates.get(rank)  # on the host
                 once = self.training.update_seconds(owned, versions=stream, rate=rate)
-                spent[rank] += once / (1 if rate else self.cluster.devices[rank].speed)
+                once /= 1 if rate else self.cluster.devices[rank].speed
+                spent[rank] += once + sums.get(s, 0.0)
         return self._updates.setdefault(candidate, max(spent.values()))
+
+    def _sums(self, candidate: Candidate) -> dict[int, float]:
+        """Seconds of an update in which parts sum gradients, by stage."""
+        graph, stages = self.graph_at(candidate.setting.num_microbatches), dict[str, int]()
+        if graph.summed:
+            items = zip(self._problem(candidate).items, candidate.stage_of, strict=True)
+            stage_of = {op: s for item, s in items for op in item.ops}
+            for op in graph.ops:
+                s = stage_of.get(op.name, len(candidate.ranks) - 1)
+                stages |= {fqn: min(s, stages.get(fqn, s)) for fqn in op.used_tensors}
+        found = defaultdict[int, float](float)
+        for fqn, s in stages.items():
+            found[s] += sum_seconds(graph, (fqn,), self.cluster.parts)
+        return found
 
     @property
     def best(self) -> Candidate:
@@ -129,7 +146,7 @@ class Trials:
         for name, own in choices(candidate).items():
             others = [(s, value) for (one, value), s in self.least.items() if one == name]
             for seconds, value in sorted(one for one in others if one[1] != own)[:1]:
-                yield Alternative(name, own, value, seconds - self.updates(candidate))
+                yield Alternative(name, own, value, max(0.0, seconds - self.updates(candidate)))
 
     def quick(self, candidate: Candidate) -> bool:
         """Does it take next to nothing of the time to make its plan?"""
@@ -233,13 +250,17 @@ class Trials:
         return least
 
     def _slower(self, candidate: Candidate, seconds: float) -> None:
-        """Note a candidate that is not better, for `alternatives`, if it fits by the estimate."""
+        """Note a candidate that is not better, for `alternatives`, if it fits by the estimate; one
+        whose update is shorter may be chosen for that."""
         setting, best = candidate.setting, choices(self.best).items() if self.found else ()
         other = [one for one in choices(candidate).items() if one not in best]
         if any(seconds < self.least.get(one, math.inf) for one in other):
             exact, share = timed(self._problem(candidate), self.cluster, candidate)
             if share <= 1:
                 self._note(exact * setting.scale, candidate)
+                if self.price(exact * setting.scale, candidate) < self.below_with_gain:
+                    timed_one = exact * setting.scale, candidate
+                    bisect.insort_left(self.found, timed_one, key=lambda one: -one[0])
 
     def _note(self, seconds: float, candidate: Candidate) -> None:
         seconds += self.updates(candidate)
