@@ -26,12 +26,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_552),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_575,
+        9_577,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_750),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_732,
+        5_734,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_423),
     "verify": (("passes/verify",), 1_529),

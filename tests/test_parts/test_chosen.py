@@ -53,3 +53,16 @@ def test_a_limit_on_memory_turns_sequence_into_width() -> None:
         splits.append(plan.training.split)
         assert plan.certificate.status == "optimal"
     assert splits == ["sequence", "width+sequence"]
+
+
+def test_a_single_microbatch_fits_where_its_ledger_does() -> None:
+    """Its gradients come one by one, where its activations go."""
+    with torch.device("meta"):
+        model, ids = GPT(2, 512, 4, 4096), torch.zeros(1, 4096, dtype=torch.int64)
+    held = 0.0
+    for _ in range(2):
+        given = {"loss_fn": loss_fn, "costs": "estimated", "stages": 1, "parts": 2,
+                 "cluster": two_hosts(memory=f'memory = "{1.01 * held:.0f} B"' if held else ""),
+                 "verify": "off", "replicas": "any", "progress": False}  # fmt: skip
+        plan = build(model, example_call(model, ids, ids), Options.given(given)).plan
+        held = max(ledger.total_bytes for ledger in plan.ledgers)

@@ -304,7 +304,7 @@ def test_ranks_that_hold_several_stages_have_first_plans_too() -> None:
     with Budget(60) as budget:
         search = PlanSearch(
             graph, lambda _: problem, cluster, space, Training(batch_size=BATCH), 0, Listener(),
-            budget, budget, 0.0,
+            budget, budget, float("inf"), 0.0,
         )  # fmt: skip
         search._branch_and_bound = lambda *_: found.extend(  # type: ignore[method-assign]
             one for _, one in search.trials.found
