@@ -232,6 +232,7 @@ class Pipeline(Saving):
         updates = kind == "step" and session.optimizer is not None
         if not updates:
             check_no_homes(session.plan, kind)
+            session.homes.check_no_wholes(kind)
         graph = compiled.capture.train
         check_trained(graph)
         self._goes_on()

@@ -286,7 +286,7 @@ BYTES = """
     try:
         pipe.optimizer.step()
     except pdcompile.PdcompileError as error:
-        assert "updates='home'" in str(error)
+        assert "updates='every'" in str(error)
         print("REFUSED")
 """
 
