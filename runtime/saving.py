@@ -30,7 +30,12 @@ from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.holdings import replica_buffers, resume_groups
 from pdcompile.runtime.state.load_checkpoint import Wanted, load, note_on_schedulers
 from pdcompile.runtime.state.save_checkpoint import save
-from pdcompile.runtime.state.whole_state import gather_optimizer, gather_state, load_optimizer
+from pdcompile.runtime.state.whole_state import (
+    gather_optimizer,
+    gather_state,
+    load_optimizer,
+    made_groups,
+)
 from pdcompile.schedule.program import RecordedEvent
 from pdcompile.warn import warn
 
@@ -237,8 +242,8 @@ class Saving(PipelineState):
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of an optimizer of the whole model, on every rank: this process's part.
 
-        What `full_optimizer_state_dict` gave, of any plan, or the ``state_dict()`` of a torch
-        optimizer of the whole model.  Flushes first, so every rank calls it.
+        What `full_optimizer_state_dict` gave, of any plan, or torch's own
+        ``get_optimizer_state_dict``.  Flushes first, so every rank calls it.
 
         Raises:
             InputError: it is of a part of the model, or of another one; nothing was changed.
@@ -248,9 +253,11 @@ class Saving(PipelineState):
                 "there is no optimizer (optimizer=None)",
                 remedy="give compile an optimizer, or load the state into your own",
             )
-        self.flush()
-        load_optimizer(self._running, state)
-        self._running.end_call()
+        with self._call("load") as session:
+            session.drain(self._num_minibatches)
+            made = made_groups(session, self._exchange)
+        load_optimizer(session, state, made)
+        session.end_call()
 
     def record(self) -> None:
         """Note from now on when each instruction of this process's ranks begins and ends."""

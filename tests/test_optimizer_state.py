@@ -42,12 +42,13 @@ def test_torch_takes_it_and_gives_it_back(tied: bool) -> None:
     plain = optimizer.state_dict()
     assert same([*plain["state"].values()], [*state["state"].values()])
     assert optimizer.param_groups[0]["lr"] == 0.02
-    for given in (state, plain):
-        other = pipeline("1f1b", 3, tied=tied)
-        other.load_state_dict(pipe.full_state_dict())
-        other.load_optimizer_state_dict(copy.deepcopy(given))
-        assert same(other.full_optimizer_state_dict(), state)
-        other.close()
+    other = pipeline("1f1b", 3, tied=tied)
+    other.load_state_dict(pipe.full_state_dict())
+    with pytest.raises(InputError, match=r"numbers of parameters(.|\n)*get_optimizer_state_dict"):
+        other.load_optimizer_state_dict(plain)
+    other.load_optimizer_state_dict(copy.deepcopy(state))
+    assert same(other.full_optimizer_state_dict(), state)
+    other.close()
     train(pipe, 3, 4)
     assert not same(pipe.full_optimizer_state_dict(), state)
 
@@ -99,10 +100,6 @@ def test_what_is_no_state_of_the_model_changes_nothing() -> None:
         ([1], "is list"),
         (wrong, r"exp_avg of second.weight is \(3,\)"),
         (missing, "no settings of second.weight"),
-        (
-            torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()).state_dict(),
-            "2 parameters, an opt",
-        ),
     ):
         with pytest.raises(InputError, match=message):
             pipe.load_optimizer_state_dict(given)
