@@ -36,14 +36,14 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_410),
     "verify": (("passes/verify",), 1_529),
     "parts": (("passes/parts", "pdcompile/parts"), 3_983),
-    "runtime": (("runtime",), 9_864),
+    "runtime": (("runtime",), 9_784),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_681,
+        3_598,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_045),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_217),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_952),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_929),
     "export": (("passes/export", "pdcompile/export"), 928),
 }
 LINES_OF_A_FILE = 500
