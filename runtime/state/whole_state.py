@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from pdcompile.checkpoint import plain_values
-from pdcompile.checkpoint.contents import OptimizerStates
 from pdcompile.checkpoint.extra_states import extra_states
-from pdcompile.checkpoint.manifest import HoldingKind, StageState
+from pdcompile.checkpoint.manifest import HoldingKind
 from pdcompile.checkpoint.named_optimizer import (
     NamedGroup,
     named_groups,
@@ -20,10 +19,10 @@ from pdcompile.checkpoint.named_optimizer import (
     names_of,
     read_named,
 )
-from pdcompile.checkpoint.plain_values import Encoder
-from pdcompile.errors import CheckpointError, ConfigError
+from pdcompile.checkpoint.plain_values import Encoder, decode
+from pdcompile.errors import ConfigError
 from pdcompile.hardware import devices
-from pdcompile.jsonio import decode, encode
+from pdcompile.jsonio import encode
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.holdings import all_parameters, holdings, stage_states
@@ -69,30 +68,28 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
     own = {f"{one.stage}/{n}": value for one, tensors in states for n, value in tensors.items()}
     if not session.is_first_part:
         told, own = [], {}
-    stages: list[StageState] = []
-    tensors: dict[str, Tensor] = {}
+    state, placed = dict[str, Any](), defaultdict[int, list[tuple[list[str], Any]]](list)
     for rank, (theirs, came) in enumerate(exchange.collect(told, own)):
         where = f"the state of rank {rank}"
-        stages += [decode(StageState, one, where=where, error=CheckpointError) for one in theirs]
-        tensors |= came
+        for stage in theirs:
+            tensor = partial(_of_stage, came, stage["stage"])
+            state |= {f: decode(one, where, tensor) for f, one in stage["state"].items()}
+            for n, group in enumerate(stage["groups"]):
+                placed[n].append((group["names"], decode(group["values"], where, tensor)))
     if not session.is_first:
         return {}
-    found = OptimizerStates(
-        "the state of all ranks",
-        sorted(stages, key=lambda one: one.stage),
-        lambda stage, name: tensors[f"{stage.stage}/{name}"],
-    )
     order = {fqn: n for n, fqn in enumerate(session.state.infos)}
-    placed = defaultdict[int, list[NamedGroup]](list)  # of all stages
-    for group in found.groups():
-        placed[group.place].append(group)
     groups = []
     for _, held in sorted(placed.items()):
-        names = sorted((name for one in held for name in one.names), key=order.__getitem__)
-        values = next((one.values for one in held if {*names[:1]} <= {*one.names}), {})
+        names = sorted((name for those, _ in held for name in those), key=order.__getitem__)
+        values = next(one for those, one in held if {*names[:1]} <= {*those})
         groups.append({**values, "params": names})
-    state = {fqn: one for fqn in order if (one := found.optimizer_state(fqn))}
-    return copy.deepcopy({"state": state, "param_groups": groups})
+    listed = {fqn: state[fqn] for fqn in order if state.get(fqn)}
+    return copy.deepcopy({"state": listed, "param_groups": groups})
+
+
+def _of_stage(tensors: Mapping[str, Tensor], stage: int, name: str) -> Tensor:
+    return tensors[f"{stage}/{name}"]
 
 
 def made_groups(session: Session, exchange: Exchange) -> list[NamedGroup]:
@@ -104,7 +101,7 @@ def made_groups(session: Session, exchange: Exchange) -> list[NamedGroup]:
     encoder = Encoder(inline=True)
     told = [[g.place, g.names, encoder.encode(g.values, "groups"), g.kind] for g in own]
     return [
-        NamedGroup(place, tuple(names), plain_values.decode(values, "groups"), kind)
+        NamedGroup(place, tuple(names), decode(values, "groups"), kind)
         for groups in exchange.everywhere(told)
         for place, names, values, kind in groups
     ]
