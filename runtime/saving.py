@@ -235,6 +235,7 @@ class Saving(PipelineState):
         Every rank calls it; {} on the others.  The form is that of torch.distributed.checkpoint;
         a torch optimizer of the whole model loads it as it is.
         """
+        self._check_optimizer("full_optimizer_state_dict")
         with self._call("full_optimizer_state_dict") as session:
             session.drain(self._num_minibatches)
             return gather_optimizer(session, self._exchange, self._num_minibatches)
@@ -248,16 +249,20 @@ class Saving(PipelineState):
         Raises:
             InputError: it is of a part of the model, or of another one; nothing was changed.
         """
-        if self.optimizer is None:
-            raise ConfigError(
-                "there is no optimizer (optimizer=None)",
-                remedy="give compile an optimizer, or load the state into your own",
-            )
+        self._check_optimizer("load_optimizer_state_dict")
         with self._call("load") as session:
             session.drain(self._num_minibatches)
             made = made_groups(session, self._exchange)
         load_optimizer(session, state, made)
         session.end_call()
+
+    def _check_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise ConfigError(
+                "there is no optimizer (optimizer=None)",
+                where=call,
+                remedy="give compile an optimizer, or ask your own",
+            )
 
     def record(self) -> None:
         """Note from now on when each instruction of this process's ranks begins and ends."""

@@ -36,10 +36,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_410),
     "verify": (("passes/verify",), 1_529),
     "parts": (("passes/parts", "pdcompile/parts"), 3_983),
-    "runtime": (("runtime",), 9_784),
+    "runtime": (("runtime",), 9_792),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_575,
+        3_557,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_045),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_217),

@@ -84,7 +84,7 @@ def shared_weights(
             found[fqn] = Shared(one, versions, own, state.updated_here(fqn))
             for version in versions:  # all processes write the same values
                 version.copy_(one.data)
-    _meet(world, "moved")
+    world.told("moved")
     if file is not None:
         file.close()
     for shared in found.values():
@@ -149,10 +149,3 @@ def _file(world: World, size: int) -> tuple[str, Any]:
     with world.peers.log.meeting():
         world.store.wait([key], WAIT)
     return world.store.get(key).decode(), file
-
-
-def _meet(world: World, name: str) -> None:
-    keys = [f"{name}/{process}" for process in range(world.size)]
-    world.store.set(keys[world.process], "")
-    with world.peers.log.meeting():
-        world.store.wait(keys, WAIT)

@@ -20,7 +20,6 @@ from pdcompile.checkpoint.named_optimizer import (
     read_named,
 )
 from pdcompile.checkpoint.plain_values import Encoder, decode
-from pdcompile.errors import ConfigError
 from pdcompile.hardware import devices
 from pdcompile.jsonio import encode
 from pdcompile.runtime.session import Session
@@ -53,16 +52,9 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
     """The state of an optimizer of the whole model, by name, on rank 0; elsewhere {}.
 
     Raises:
-        ConfigError: there is no optimizer.
         InputError: it keeps what belongs to no parameter.
         CheckpointError: it keeps what cannot be sent to another process.
     """
-    if session.optimizer is None:
-        raise ConfigError(
-            "there is no optimizer (optimizer=None)",
-            where="full_optimizer_state_dict",
-            remedy="ask your own optimizer",
-        )
     states = stage_states(session, minibatches)
     told = [encode(state) for state, _ in states]
     own = {f"{one.stage}/{n}": value for one, tensors in states for n, value in tensors.items()}
