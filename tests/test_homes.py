@@ -216,7 +216,7 @@ def test_homes_that_cannot_be(options: dict[str, Any], what: str) -> None:
 
 def test_gradients_without_an_update_are_refused() -> None:
     ids = torch.randint(256, (8, 16))
-    with pytest.raises(ConfigError, match="on one replica alone"):
+    with pytest.raises(ConfigError, match="stepped at their homes"):
         gpt(updates="home").forward_backward(ids, target=ids)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.optimizers import make_optimizer, members
-from pdcompile.errors import ConfigError, some
+from pdcompile.errors import ConfigError
 from pdcompile.runtime.state.model_state import State
 from pdcompile.units import format_bytes
 from pdcompile.weights.source import like
@@ -138,16 +138,10 @@ class Homes:
         for whole in (self.wholes[fqn] for fqn in names if self.at_home(fqn)):
             whole.data = whole.new_full((), nan).expand(whole.shape)
 
-    def check_no_wholes(self, call: str) -> None:
+    def check_none(self, call: str) -> None:
         """Raise ConfigError for a call on gradients without an update, which homes do not get."""
-        if self.of:
-            raise ConfigError(
-                f"the optimizer steps {some([*self.of])} whole, each at the part that is its home, "
-                "and an update of `step` brings gradients there",
-                where=call,
-                remedy="call step; or an optimizer that updates each element by itself (AdamW); or "
-                "optimizer=None, and one of yours for slices: pipe.parameters()",
-            )
+        if self.of or self._state.at_replicas:
+            raise _only_step(call)
 
     def _refuse_others(self, one: torch.optim.Optimizer) -> None:
         """Refuse steps of an optimizer that the user makes: homes have no gradients then."""
@@ -155,13 +149,17 @@ class Homes:
 
         def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._updating:
-                raise ConfigError(
-                    f"this optimizer steps {some([*self.wholes])} at their homes, to which `step` "
-                    "of the pipeline brings gradients",
-                    where="optimizer.step",
-                    remedy="leave updates to pipe.step(...); or updates='every', with an optimizer "
-                    "that updates each element by itself where stages have parts",
-                )
+                raise _only_step("optimizer.step")
             return step(*args, **kwargs)
 
         vars(one).update(step=MethodType(stepped, one))
+
+
+def _only_step(call: str) -> ConfigError:
+    return ConfigError(
+        "parameters are stepped at their homes, to which an update of `step` brings gradients",
+        where=call,
+        remedy="leave updates to pipe.step(...); or updates='every', and for stages with parts an "
+        "optimizer that updates each element by itself (AdamW), or optimizer=None and one of yours "
+        "for pipe.parameters(), which are slices there",
+    )

@@ -147,10 +147,13 @@ class State:
         mine = set(ranks)
         self._elsewhere = {f for f, holders in self._holders.items() if mine.isdisjoint(holders)}
         self.homes = homes_of_replicas(compiled, self.infos)
+        spec = compiled.stream.spec
+        #: replicas have homes of their own
+        self.at_replicas = any(map(spec.gathers, range(len(spec.ranks))))
         homes = {f: ranks[self.homes.get(f, 0)] for f, ranks in self._owners.items()}
         self.owned = [
             [f for f, i in self.infos.items() if i.requires_grad and homes[f] == rank]
-            for rank in range(compiled.stream.spec.num_ranks)
+            for rank in range(spec.num_ranks)
         ]
         self.dtypes = {fqn: getattr(torch, info.dtype) for fqn, info in self.infos.items()}
         self.tensors: dict[str, Tensor] = {
