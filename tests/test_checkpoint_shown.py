@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pdcompile.cli import main
+from pdcompile.errors import ConfigError
 from pdcompile.weights.tensor_files import INDEX, TensorFiles
 from tests.helpers.changes import Rich
 from tests.helpers.pipelines import states_equal
@@ -61,6 +62,8 @@ def test_others_read_its_weights_as_they_are(saved: tuple[Path, Any]) -> None:
     """By its index, as `weights=` and transformers do."""
     (place,) = saved[0].iterdir()
     assert json.loads((place / INDEX).read_text())["metadata"] == {}
+    with pytest.raises(ConfigError, match=f"give its files by name: {place.name}/{INDEX}"):
+        TensorFiles([saved[0]])
     files = TensorFiles([place])
     assert "last.weight" not in files.files  # of tied ones there is one
     model = Rich(tied=True, seed=3)

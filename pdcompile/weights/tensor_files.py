@@ -127,7 +127,8 @@ def _contents(place: Path) -> dict[str, Path]:
         for name in (INDEX, SINGLE):
             if (place / name).is_file():
                 return _contents(place / name)
-        others = sorted(file.name for file in place.glob("*.safetensors*"))
+        files = (*place.glob("*.safetensors*"), *place.glob(f"*/{INDEX}"))  # those of checkpoints
+        others = sorted(str(file.relative_to(place)) for file in files)
         raise ConfigError(
             f"the folder holds neither {INDEX} nor {SINGLE}",
             where=f"weights: {place}",
