@@ -17,7 +17,7 @@ from pdcompile import Plan
 from pdcompile.passes.schedules.alone import chain
 from pdcompile.passes.simulate import simulate_drained
 from pdcompile.report.palette import IDLE, INK, WORK
-from pdcompile.report.timeline import KIND_NAMES, Bar, bars, duration, idle, numbered
+from pdcompile.report.timeline import LETTERS, Bar, bars, duration, idle, numbered
 from pdcompile.units import format_seconds
 
 mpl.rcParams |= {"svg.hashsalt": "pdcompile", "svg.fonttype": "none"}  # equal texts, and as text
@@ -114,7 +114,7 @@ def save(panels: Mapping[str, Sequence[Bar]], path: Path) -> None:
     shades = "; dark and light: even and odd minibatches" * (len({b.minibatch for b in drawn}) > 1)
     note = f"number: {numbered(drawn)}{shades}; grey: idle"
     present = {bar.kind for bar in drawn}
-    keys = [Patch(color=WORK[k][0], label=KIND_NAMES[k]) for k in KIND_NAMES if k in present]
+    keys = [Patch(color=WORK[k][0], label=k) for k in LETTERS if k in present]
     figure.tight_layout(rect=(0, 0.3 / height, 1, 1), h_pad=0.5)
     figure.legend(handles=keys, title=note, title_fontsize=8, fontsize=8, ncols=len(keys),
                   loc="lower left", frameon=False, alignment="left")  # fmt: skip

@@ -26,7 +26,6 @@ from pdcompile.errors import ScheduleError as ScheduleError
 from pdcompile.errors import SourceError as SourceError
 from pdcompile.errors import TraceError as TraceError
 from pdcompile.errors import VerifyError as VerifyError
-from pdcompile.export import export as export
 from pdcompile.ir.graph import OpGraph as OpGraph
 from pdcompile.passes.costs.symbolic import SymbolicCosts as SymbolicCosts
 from pdcompile.passes.costs.symbolic import symbolic_costs as symbolic_costs

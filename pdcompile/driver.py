@@ -335,7 +335,8 @@ def make_plan(
     step("costs", planner.costs)
     search.check(planner.least_step_seconds())
     step("problem", planner.problem)
-    plan = step("plan", partial(planner.plan, search.elsewhere, sketch=search.sketches))
+    best = partial(planner.plan, search.elsewhere, sketch=search.sketches, start=search.start)
+    plan = step("plan", best)
     if why_not_timed(plan, planner.options, planner.model) is not None:
         return plan
     return step("refined", lambda: planner.refined(plan, microbatch))

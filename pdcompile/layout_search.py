@@ -23,10 +23,11 @@ from pdcompile.options import Options
 from pdcompile.options.configuration import Configuration
 from pdcompile.options.layouts import named
 from pdcompile.pass_runner import Listener
-from pdcompile.passes.planning.branch_and_bound import DEFAULT_SECONDS
+from pdcompile.passes.partition.answer import DEFAULT_SECONDS
 from pdcompile.passes.planning.search.trials import Sketched
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Alternative, Plan
+from pdcompile.problem.space import Candidate
 from pdcompile.units import format_seconds
 
 CLOSE = 1.02  # times the best plan's seconds: a sketch of a layout that is still searched
@@ -67,6 +68,8 @@ class LayoutSearch:
     def __post_init__(self) -> None:
         self._steps: dict[str, float] = {}  # seconds in each layout that has a sketch or plan
         self._bounds: dict[str, float] = {}  # of those in each that was not impossible
+        self._starts: dict[str, Candidate | None] = {}  # the best candidates of sketches
+        self._name = ""  # of the present layout
         self._of_split: dict[str, float] = {}  # seconds in the layout with each split before
         self._ideal = (0.0, 0.0)  # least seconds of ideal parts, and those of their best plan
         self._passed = 0  # layouts without a sketch
@@ -141,6 +144,7 @@ class LayoutSearch:
     def trying(self, options: Options) -> Iterator[None]:
         """Context of planning one layout: among several it may be impossible, or a sketch."""
         self._began = inf if self.whole is None else time.monotonic()
+        self._name = named(options)
         try:
             yield
         except Sketched as sketch:
@@ -169,6 +173,7 @@ class LayoutSearch:
         self._bounded(options, sketch.least_seconds)
         if self.sketches and sketch.seconds < inf:
             self._steps[named(options)] = self._of_split[options.split] = sketch.seconds
+            self._starts[named(options)] = sketch.best
             self.best_seconds = min(self.best_seconds, sketch.seconds)
         self.listener.told(f"{named(options)}: {sketch}")
 
@@ -178,6 +183,11 @@ class LayoutSearch:
         if self._making and self.best is None:
             return inf
         return self.best_seconds * (CLOSE if self.ideal else 1)
+
+    @property
+    def start(self) -> Candidate | None:
+        """The best candidate of the present layout's sketch, if it has one."""
+        return self._starts.get(self._name)
 
     def check(self, least_seconds: float) -> None:
         """Take the seconds that no step of the present layout can take less than.

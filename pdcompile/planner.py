@@ -7,7 +7,7 @@ are some 10 % below what stages take, and not by the same share everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdcompile.eager.meta import refuse_mostly_estimated
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, InfeasibleError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.options import Options
@@ -26,6 +26,7 @@ from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.constraints import Constraints
 from pdcompile.passes.costs.machines import relative
+from pdcompile.passes.partition.space.candidates import describe
 from pdcompile.passes.parts.prices import note_on_exchange, priced
 from pdcompile.passes.planning.border_cuts import TOLERANCE
 from pdcompile.passes.planning.branch_and_bound import best_plan
@@ -33,6 +34,7 @@ from pdcompile.passes.planning.by_speed import with_turns
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.refine import refine
+from pdcompile.passes.planning.search.trials import Sketched
 from pdcompile.passes.planning.solved_problem import space_of_cut
 from pdcompile.passes.profile import Sizes, machine_for, source_of
 from pdcompile.passes.profile.stage_times import LEAST_RUNS, StageTimes, measure_stages
@@ -40,7 +42,8 @@ from pdcompile.passes.stages.boundaries import as_planned
 from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.problem import BY_RULE, PartitionProblem, StageLimits
-from pdcompile.schedule.registry import kind_of
+from pdcompile.problem.space import Candidate
+from pdcompile.schedule.registry import DEFAULT, kind_of
 from pdcompile.units import format_seconds
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
     from pdcompile.pass_runner import Listener
 
 ESTIMATED = "costs are estimated, not measured on this machine"
+GLANCE = 1.0  # seconds, for replicas and schedules that nobody asked about
+WORTH_A_NOTE = 0.2  # of a step
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
@@ -84,6 +89,7 @@ class Planner:
             step_moved=takes.moved,
             moving_seconds=1 / machine.bytes_per_second,
         )
+        self._chosen = chosen
         self.space = search_space(options, chosen, captured.train.sizes)
         # The number of microbatches is neither the user's nor the search's choice.
         self._by_rule = (
@@ -130,18 +136,22 @@ class Planner:
         """The problem of the first number of microbatches."""
         return self._problem_at(self.space.microbatches[0])
 
-    def plan(self, elsewhere: float = inf, *, sketch: bool = False) -> Plan:
+    def plan(
+        self, elsewhere: float = inf, *, sketch: bool = False, start: Candidate | None = None
+    ) -> Plan:
         """The best plan of the space, with a note where its stages could be timed and are not.
 
         Args:
             elsewhere: seconds of a step that it has to be faster than.
             sketch: it is not to be made.
+            start: a candidate that is tried first.
 
         Raises:
             Sketched: it is not faster, or not to be made.
             InfeasibleError: no plan fits (NotFoundError: none was found).
         """
-        plan = self._best(self._graphs, self._problem_at, elsewhere, sketch=sketch)
+        plan = self._best(self._graphs, self._problem_at, elsewhere, sketch=sketch, start=start)
+        plan = replace(plan, notes=(*plan.notes, *self._note_on_wider(plan)))
         reason = why_not_timed(plan, self.options, self.model)
         if not reason:
             return plan
@@ -182,6 +192,37 @@ class Planner:
             devices.hand_back(device)
         return replace(found.plan, notes=(*found.plan.notes, str(found)))
 
+    def _note_on_wider(self, plan: Plan) -> Iterator[str]:
+        """A note where replicas and schedules that nobody asked about are known to be faster."""
+        options = self.options
+        asked = options.stages or options.replicas != 1 or options.constraints
+        if asked or plan.forecast is None or len(self.cluster.devices) == 1:
+            return
+        kind, seconds = plan.training.kind, plan.forecast.step_seconds
+        if not kind.takes_replicas:
+            return
+        opened = ["replicas"] + ["schedule"] * (options.schedule == DEFAULT)
+        wider = replace(options, replicas="any", schedule="auto" if opened[1:] else kind.name)
+        space = search_space(wider, self._chosen, self.captured.train.sizes)
+        counts = self.space.microbatches  # which have costs
+        shared = tuple(replace(one, microbatches=counts) for one in space.sharing)
+        space = replace(space, microbatches=counts, sharing=shared)
+        try:
+            best_plan(
+                self._graphs.__getitem__, self._problem_at, self.cluster, space, self.training,
+                time_limit=GLANCE, elsewhere=seconds * (1 - WORTH_A_NOTE), sketch=True,
+            )  # fmt: skip
+        except Sketched as sketch:
+            if sketch.best is not None and sketch.seconds <= seconds * (1 - WORTH_A_NOTE):
+                flags = " --schedule auto" * len(opened[1:])
+                yield (
+                    f"with {' and '.join(opened)} left open a step takes "
+                    f"{format_seconds(sketch.seconds)} or less, in place of "
+                    f"{format_seconds(seconds)} ({describe(sketch.best)}): --replicas any{flags}"
+                )
+        except InfeasibleError:
+            return
+
     def _best(
         self,
         graphs: Mapping[int, OpGraph],
@@ -189,6 +230,7 @@ class Planner:
         elsewhere: float = inf,
         *,
         sketch: bool = False,
+        start: Candidate | None = None,
     ) -> Plan:
         options, tolerance = self.options, self.options.cut_tolerance
         plan = best_plan(
@@ -196,7 +238,7 @@ class Planner:
             time_limit=options.time_limit,
             tolerance=TOLERANCE if tolerance is None else tolerance,
             seed=self.training.seed, listener=self.listener, elsewhere=elsewhere,
-            sketch=sketch,
+            sketch=sketch, start=start,
         )  # fmt: skip
         least = _work(graphs) / sum(device.speed for device in self.cluster.devices)
         plan = with_turns(plan, least / plan.training.scale)

@@ -14,7 +14,6 @@ import pytest
 
 from pdcompile import driver
 from pdcompile.batch import example_call, resolve_batch
-from pdcompile.export import export
 from pdcompile.files import capture_beside
 from pdcompile.ir import graph_json
 from pdcompile.ir.graph import Capture
@@ -23,6 +22,7 @@ from pdcompile.passes.trace.subject import CaptureCall
 from pdcompile.plan import Plan
 from pdcompile.workload import Workload, load_target
 from tests.helpers.alike import Call
+from tests.helpers.exported import export
 
 MODEL = """
 import functools, torch, torch.nn as nn, torch.nn.functional as F, pdcompile
@@ -111,7 +111,7 @@ def test_who_reads_it(tmp_path: Path, target: str, captures: list[Any], call: Ca
     assert (code, captures) == (0, [])
     assert f"the ops are those of {beside}" in err
     assert "not compared with the model" in err
-    export(plan, target, to="accelerate", folder=tmp_path / "exported")
+    export(plan, target, tmp_path / "exported")
     assert captures == []
 
     assert call("verify", target, "--sources", str(folder))[0] == 0  # the texts are equal too
@@ -133,7 +133,7 @@ def test_a_dumped_folder_has_its_capture(
     captures.clear()
     given = ("--plan", str(folder / "plan.json"))
     assert call("dump", target, *given, "-o", str(tmp_path / "again"))[0] == 0
-    export(folder / "plan.json", target, to="accelerate", folder=tmp_path / "exported")
+    export(folder / "plan.json", target, tmp_path / "exported")
     assert captures == []
     assert text_of(tmp_path / "again") == text_of(folder)
 

@@ -23,7 +23,7 @@ from tests.helpers.report_data import plan
 
 VERBS = (
     "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run",
-    "export", "checkpoint", "costs", "doctor", "probe",
+    "checkpoint", "costs", "doctor", "probe",
 )  # fmt: skip
 
 

@@ -135,14 +135,9 @@ def test_a_schedule_by_its_name(tmp_path: Path, call: Call) -> None:
     assert "certificate" in out
     assert document["step_seconds"] > 0
     assert document["forecast_step_seconds"] > 0
-    code, out, _ = call(
-        "simulate", plan_path, "--overlay", str(measured), "--html", str(report), "--json"
-    )
+    names = {one["name"] for one in json.loads(measured.read_text())["traceEvents"]}
+    assert {"F 0", "I 0", "W 0"} <= names
+    code, out, _ = call("simulate", plan_path, "--json")
     document = json.loads(out)
     assert code == 0
-    rows = [row[0] for row in document["measured"]]
-    assert "stage 1, update" in rows
-    assert "a step" not in rows  # one process took turns
-    assert "in turn" in document["note"]
-    assert "in turn" in report.read_text(encoding="utf-8")
     assert document["critical_path"][0]["seconds"] > 0

@@ -1,4 +1,4 @@
-"""Plans for other runtimes: cuts between modules, scripts that equal plain PyTorch, refusals."""
+"""Plans for torch.distributed.pipelining: scripts that equal plain PyTorch, and refusals."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from pdcompile import (
     ConfigError,
     CutBefore,
     PlanError,
+    SourceError,
     Workload,
     driver,
 )
 from pdcompile.eager.autocast import NO_CASTS
-from pdcompile.export import TARGETS, export, imported
-from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.export.model_parts import part_paths
-from pdcompile.passes.trace import trace
+from pdcompile.passes.export.torch_pipelining import imported, unlike_torchs
 from tests.helpers import exported, launch
 from tests.helpers.alike import Call
-from tests.helpers.exported import made
+from tests.helpers.exported import export, made
 
 HERE = "tests.helpers.exported"
 
@@ -50,44 +48,27 @@ def trained(folder: Path, ranks: int, *changes: tuple[str, str]) -> launch.Run:
     return launch.processes(script, ranks, work)
 
 
-# Parts
-
-
-def graph_of(workload: Workload) -> OpGraph:
-    return trace(workload.model, workload.example_inputs)
-
-
-def test_parts_are_numbered_modules_and_those_beside_their_containers() -> None:
-    layers = [f"layers.{i}" for i in range(6)]
-    assert part_paths(exported.graph_with_loss(exported.mlp())) == ("first", *layers, "last")
-    features = part_paths(graph_of(exported.vgg()))
-    assert features[0] == "features.0"
-    assert features[-1] == "classifier.3"
-
-
-def test_cuts_inside_of_a_module_are_refused_for_all(tmp_path: Path) -> None:
+def test_cuts_may_lie_anywhere(tmp_path: Path) -> None:
+    """Stages are source, of a module that a cut goes through too."""
     plan = exported.planned(exported.gpt(), 2, constraints=(CutBefore("blocks.0.up"),))
-    for to in TARGETS:
-        with pytest.raises(ConfigError, match=r"'blocks\.0' runs on stages 0, 1") as caught:
-            export(plan, f"{HERE}:gpt", to=to, folder=tmp_path)
-        assert "--cut-at 'blocks.*'" in str(caught.value.remedy)
-
-
-# torch.distributed.pipelining
+    export(plan, f"{HERE}:gpt", tmp_path)
+    run = trained(tmp_path, 2)
+    assert run.code == 0, run
 
 
 def test_a_script_equals_plain_pytorch_bit_for_bit(tmp_path: Path) -> None:
-    done = made("mlp", 2, "torch-pipelining", tmp_path)
+    made("mlp", 2, tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
     run = trained(tmp_path, 2)
     assert run.code == 0, run
     assert run.output.count("equal bit for bit") == 3  # gradients, weights, buffers
-    assert {"train.py", "stage_0.py", "pipeline.py", "plan.json"} <= {*done.files}
+    assert {"train.py", "stage_0.py", "pipeline.py", "plan.json"} <= files
 
 
 @pytest.mark.slow
 def test_tied_weights_stay_tied_and_a_script_that_unties_them_fails(tmp_path: Path) -> None:
-    done = made("gpt", 2, "torch-pipelining", tmp_path)
-    assert any("tied weight" in note for note in done.notes)
+    done = made("gpt", 2, tmp_path)
+    assert any("tied weight" in note for note in done)
     run = trained(tmp_path, 2)
     assert run.code == 0, run
     broken = trained(tmp_path, 2, ("        sum_tied(parts, groups)\n", ""))
@@ -95,8 +76,8 @@ def test_tied_weights_stay_tied_and_a_script_that_unties_them_fails(tmp_path: Pa
 
 
 def test_skip_connections_are_handed_on(tmp_path: Path) -> None:
-    done = made("crossing", 3, "torch-pipelining", tmp_path)
-    assert any("hands value" in note for note in done.notes)
+    done = made("crossing", 3, tmp_path)
+    assert any("hands value" in note for note in done)
     text = (tmp_path / "train.py").read_text(encoding="utf-8")
     assert "INPUTS = ['x']" in text
     assert "LATER = ['x', 'scale']" in text or "LATER = ['scale', 'x']" in text
@@ -126,7 +107,7 @@ def test_other_models_and_schedules(
     name: str, ranks: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     plan = exported.planned_for("mlp" if name == "as_tuple" else name, ranks, **options)
-    export(plan, f"{HERE}:{name}", to="torch-pipelining", folder=tmp_path)
+    export(plan, f"{HERE}:{name}", tmp_path)
     run = trained(tmp_path, ranks)
     assert run.code == 0, run
     assert run.output.endswith("equal\n")
@@ -138,15 +119,13 @@ def test_a_script_for_gpus_that_would_cast_nothing_does_not_begin(
     kind: str, said: bool, tmp_path: Path
 ) -> None:
     cluster = Cluster.local(2, kind=kind)
-    made("mlp", 2, "torch-pipelining", tmp_path, cluster=cluster, autocast="bfloat16")
+    made("mlp", 2, tmp_path, cluster=cluster, autocast="bfloat16")
     run = trained(tmp_path, 2)
     assert (run.code == 1) == said, run
     assert (NO_CASTS in run.output) == said
 
 
-def test_a_model_without_values_is_refused_before_it_is_captured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = exported.planned(exported.mlp(), 2)
 
     def meta() -> Workload:
@@ -154,16 +133,15 @@ def test_a_model_without_values_is_refused_before_it_is_captured(
         return replace(workload, model=workload.model.to("meta"))
 
     monkeypatch.setattr(exported, "meta", meta, raising=False)
-    monkeypatch.setattr(driver, "build", None)
     with pytest.raises(ConfigError, match="on the meta device, and the script compares it"):
-        export(plan, f"{HERE}:meta", to="torch-pipelining", folder=tmp_path)
+        export(plan, f"{HERE}:meta", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "vgg", "mlp"])
 def test_scripts_run_under_torchrun(name: str, tmp_path: Path) -> None:
     """GPT-2 of Hugging Face, a VGG-like net and an MLP under torch's Schedule1F1B."""
-    made(name, 2, "torch-pipelining", tmp_path)
+    made(name, 2, tmp_path)
     text = (tmp_path / "train.py").read_text(encoding="utf-8")
     assert "schedule = Schedule1F1B(" in text
     run = launch.torchrun(text, 2, tmp_path)
@@ -172,7 +150,7 @@ def test_scripts_run_under_torchrun(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_modules_keep_their_mode_and_a_stage_may_have_no_parameters(tmp_path: Path) -> None:
-    made("frozen", 2, "torch-pipelining", tmp_path, constraints=(CutBefore("last"),))
+    made("frozen", 2, tmp_path, constraints=(CutBefore("last"),))
     run = trained(tmp_path, 2)
     assert run.code == 0, run
     assert run.output.endswith("equal\n")
@@ -196,7 +174,7 @@ def test_a_script_says_what_differs(
     options: dict[str, Any], change: tuple[str, str], tmp_path: Path
 ) -> None:
     """1 is the exit code."""
-    made("mlp", 2, "torch-pipelining", tmp_path, **options)
+    made("mlp", 2, tmp_path, **options)
     run = trained(tmp_path, 2, change)
     assert run.code == 1, run
     assert "NOT EQUAL" in run.output
@@ -206,7 +184,7 @@ def test_a_script_says_what_differs(
 @pytest.mark.parametrize(("noise", "code"), [(5e-10, 0), (1e-4, 1)])
 def test_adam_makes_no_difference_of_rounding(noise: float, code: int, tmp_path: Path) -> None:
     """Biases before batch norm have gradients around 1e-9, where others have 1e-2."""
-    made("vgg", 2, "torch-pipelining", tmp_path)
+    made("vgg", 2, tmp_path)
     more = f"        for p in own:\n            p.grad.add_({noise} * torch.randn_like(p.grad))\n"
     run = trained(tmp_path, 2, (_LAST, more + _LAST))
     assert run.code == code, run
@@ -215,7 +193,7 @@ def test_adam_makes_no_difference_of_rounding(noise: float, code: int, tmp_path:
 
 @pytest.mark.slow
 def test_a_script_says_that_ranks_draw_weights_of_their_own(tmp_path: Path) -> None:
-    made("unseeded", 2, "torch-pipelining", tmp_path)
+    made("unseeded", 2, tmp_path)
     run = trained(tmp_path, 2)
     assert run.code == 1
     assert (
@@ -229,7 +207,7 @@ def test_a_script_says_what_it_needs(tmp_path: Path) -> None:
     target.write_text("from tests.helpers.exported import mlp\n", encoding="utf-8")
     folder = tmp_path / "out"
     plan = exported.planned(exported.mlp(), 2)
-    export(plan, f"{target}:mlp", to="torch-pipelining", folder=folder)
+    export(plan, f"{target}:mlp", folder)
     script = f"""
         import os, runpy, sys
         sys.path.insert(0, {str(folder)!r})
@@ -255,7 +233,7 @@ def test_a_file_as_target_is_found_from_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schedule": "2bw"}, "torch-pipelining has no schedule '2bw'"),
+        ({"schedule": "2bw"}, "torch has no schedule '2bw'"),
         ({"replicas": 2, "cluster": "4"}, "stage 0 has 2 replicas"),
         ({"microbatches": 3}, "8 samples in 3 microbatches"),
     ],
@@ -265,7 +243,7 @@ def test_plans_that_torch_cannot_run_are_refused(
 ) -> None:
     stages = 4 if "replicas" in options else 2
     with pytest.raises(ConfigError, match=said):
-        made("mlp", stages, "torch-pipelining", tmp_path, **options)
+        made("mlp", stages, tmp_path, **options)
     assert not list(tmp_path.iterdir())
 
 
@@ -318,49 +296,43 @@ def test_models_that_a_script_would_get_wrong_are_refused(
     monkeypatch.setattr(exported, "odd", lambda: odd(how), raising=False)
     plan = exported.planned(odd(how), 2, **options)
     with pytest.raises(ConfigError, match=said):
-        export(plan, f"{HERE}:odd", to="torch-pipelining", folder=tmp_path)
+        export(plan, f"{HERE}:odd", tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-# The function and the command
+# The command
 
 
-def test_wrong_words_are_refused_before_the_target_is_loaded(tmp_path: Path, call: Call) -> None:
+def test_a_script_that_was_edited_stays(tmp_path: Path) -> None:
     plan = exported.planned(exported.mlp(), 2)
-    path = tmp_path / "plan.json"
-    path.write_text(plan.to_json(), encoding="utf-8")
-    for options, said in (
-        ({"to": "horovod"}, "no target 'horovod'"),
-        ({"folder": 3}, "3 is no path"),
-    ):
-        given = {"to": "megatron", "folder": tmp_path} | options
-        with pytest.raises(ConfigError, match=said):
-            export(plan, "no.such:module", **given)
-    code, _, err = call("export", "no.such:module", "--plan", str(path), "--to", "horovod")
-    assert code == 2
-    assert "one of torch-pipelining, torchtitan, megatron, accelerate" in err
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot write to the folder"):
-        export(plan, f"{HERE}:mlp", to="megatron", folder=tmp_path / "file")
+    export(plan, f"{HERE}:mlp", tmp_path)
+    with (tmp_path / "train.py").open("a", encoding="utf-8") as script:
+        script.write("# mine\n")
+    with pytest.raises(SourceError, match=r"train\.py is there already, and was edited"):
+        export(plan, f"{HERE}:mlp", tmp_path)
+
+
+def test_a_plan_is_made_where_none_is_given(tmp_path: Path, call: Call) -> None:
+    words = ("--cluster", "local:2", "--microbatches", "4", "--costs", "estimated", "--torch")
+    code, _, err = call("dump", f"{HERE}:mlp", *words, "-o", str(tmp_path / "out"))
+    assert code == 0, err
+    assert (tmp_path / "out" / "train.py").is_file()
 
 
 def test_the_command_lists_what_it_writes(tmp_path: Path, call: Call) -> None:
     plan = exported.planned_for("mlp", 3)
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json(), encoding="utf-8")
-    more = ("--to", "megatron", "-o", str(tmp_path / "out"))
-    words = ("export", f"{HERE}:mlp", "--plan", str(path), *more)
+    more = ("-o", str(tmp_path / "out"))
+    words = ("dump", f"{HERE}:mlp", "--torch", "--plan", str(path), *more)
     code, out, err = call(*words)
     assert code == 0, err
-    assert "arguments.txt" in out
+    assert "train.py" in out
     code, out, _ = call(*words, "--json")
     found = json.loads(out)
     assert code == 0
-    assert found["files"] == ["arguments.txt"]
-    code, _, err = call("export", f"{HERE}:mlp", *more)
-    assert (code, "Missing option '--plan'" in err) == (2, True)
-    code, _, err = call("export", str(path), "--plan", str(path), *more)
-    assert (code, "has not the form `file.py:function`" in err) == (2, True)
+    assert {"train.py", "stage_0.py"} <= {*found["lines"]}
+    assert any("torchrun --nproc-per-node=3" in note for note in found["notes"])
 
 
 def test_another_models_plan_is_not_blamed_on_the_size_of_its_minibatches(tmp_path: Path) -> None:
@@ -369,7 +341,7 @@ def test_another_models_plan_is_not_blamed_on_the_size_of_its_minibatches(tmp_pa
     with pytest.raises(
         PlanError, match=r"another model: .* the parameter '.*' on stage \d+ is only in the plan"
     ):
-        export(other, f"{HERE}:gpt", to="megatron", folder=tmp_path / "out")
+        export(other, f"{HERE}:gpt", tmp_path / "out")
 
 
 def test_what_a_plan_tells_is_refused_before_the_capture(
@@ -381,18 +353,15 @@ def test_what_a_plan_tells_is_refused_before_the_capture(
     plan = exported.planned(exported.mlp(), 2)
     odd = replace(plan, training=replace(plan.training, num_microbatches=3))
     monkeypatch.setattr(driver, "build", captures)
-    for to in ("torchtitan", "megatron"):
-        with pytest.raises(ConfigError, match="3 microbatches on 1 replicas are not of one size"):
-            export(odd, f"{HERE}:mlp", to=to, folder=tmp_path)
+    with pytest.raises(ConfigError, match="3 microbatches are not of one size"):
+        export(odd, f"{HERE}:mlp", tmp_path)
     parts = replace(plan, training=replace(plan.training, parts=2, split="width"))
-    for to in TARGETS:
-        with pytest.raises(ConfigError, match="stages of 2 parts"):
-            export(parts, f"{HERE}:mlp", to=to, folder=tmp_path)
+    assert any("stages of 2 parts" in message for message, _ in unlike_torchs(parts))
 
 
 def test_the_file_of_another_models_plan_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(exported.planned(exported.mlp(), 2).to_json(), encoding="utf-8")
     with pytest.raises(PlanError, match="the plan is of another model") as caught:
-        export(path, f"{HERE}:crossing", to="megatron", folder=tmp_path / "out")
+        export(path, f"{HERE}:crossing", tmp_path / "out")
     assert caught.value.where == f"{path}: stages[0].parameters"

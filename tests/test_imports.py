@@ -19,7 +19,7 @@ PACKAGE = ROOT / "pdcompile"
 # Where a module may import from inside pdcompile.  "data" is every module right under the
 # package that is not named here.
 DRIVER = {
-    *("pdcompile.driver", "pdcompile.export", "pdcompile.user_plans", "pdcompile.planner"),
+    *("pdcompile.driver", "pdcompile.user_plans", "pdcompile.planner"),
     "pdcompile.layout_search",
 }
 # What was compiled goes to the runtime, which knows nothing of who made it.

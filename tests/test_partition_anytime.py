@@ -191,6 +191,52 @@ def test_a_part_ends_with_the_whole() -> None:
     assert not whole.deadline <= time.monotonic()
 
 
+def test_patience_ends_with_as_much_work_without_news_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = [0.0]
+    monkeypatch.setattr(time, "process_time", lambda: work[0])
+    budget, still = Budget(1e6, patience=2.0), Budget(1e6)
+    for begin, ends in ((0.5, 2.5), (2.0, 4.0), (3.5, 7.0)):
+        work[0] = begin
+        assert not budget.late
+        budget.news()
+        work[0] = ends - 0.25
+        assert not budget.late
+        assert budget.waits == pytest.approx(0.25)
+        assert budget.left > 1e5  # shares of the time are of the whole
+        work[0] = ends
+        assert budget.late
+        assert not still.late
+
+
+@pytest.mark.parametrize(("given", "solved"), [({}, 1), ({"time_limit": 60.0}, 8)])
+def test_a_search_without_a_time_limit_ends_once_it_has_no_news(
+    given: dict[str, float], solved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An integer program that finds nothing runs once; with a limit, until that is over."""
+    runs: list[float] = []
+
+    class Unable:
+        def __init__(self, *_: object) -> None: ...
+        def below(self, _: float) -> None: ...
+        def add_path(self, *_: object) -> None: ...
+
+        def solve(self, budget: Budget, *_: object) -> tuple[float, None]:
+            runs.append(min(budget.left, budget.waits))
+            if len(runs) < 8:
+                monkeypatch.setattr(time, "process_time", lambda: 1e6)
+            else:
+                budget.stop()
+            return 0.0, None
+
+    monkeypatch.setattr(search, "IntegerProgram", Unable)
+    _, certificate = partition(gpt_problem(12, 8, "flush"), **given)
+    assert certificate.status == "feasible"
+    assert len(runs) == solved
+    assert runs[0] > 2.0 if given else runs[0] <= 20.0
+
+
 def test_equal_seeds_give_equal_answers() -> None:
     for number in (3, 17, 40):
         problem = replace(random_problem(number, 7), allow_empty=False)

@@ -18,7 +18,6 @@ from torch import nn
 import pdcompile
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import PlanError, ScheduleError
-from pdcompile.export import _samples
 from pdcompile.passes.check import check
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.planning.by_speed import by_speed
@@ -384,13 +383,6 @@ def test_asynchronous_programs_are_proved_with_any_turns(data: st.DataObject) ->
     turned_ = turned(data.draw, plan)
     training = replace(plan.training, warmup=tuple(depths))
     check(replace(turned_, training=training))
-
-
-def test_a_plan_of_turns_is_not_exported() -> None:
-    plan = make_plan("1f1b", 2, 4, replicas=(2, 2))
-    stages = tuple(replace(one, turns=(0, 0, 1)) for one in plan.stages)
-    found = [message for message, _ in _samples(replace(plan, stages=stages), "torchtitan")]
-    assert any("unlike shares" in one for one in found)
 
 
 TORCHRUN = (

@@ -12,25 +12,32 @@ adds it to that of the stage itself.  What stages read of the call is given to e
 
 from __future__ import annotations
 
+import os
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pprint import pformat
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from pdcompile.eager.autocast import NO_CASTS, on_gpu
-from pdcompile.ir.graph import Op, OpGraph, written_buffers
-from pdcompile.ir.stage_interface import Port, StageInterface
+from pdcompile.errors import ConfigError
+from pdcompile.ir.graph import Capture, Op, OpGraph, written_buffers
+from pdcompile.ir.stage_interface import Port, Sources, StageInterface
 from pdcompile.passes.codegen.header import model_name
 from pdcompile.passes.codegen.pipeline_file import name_on, sizes, used_after
 from pdcompile.passes.codegen.source_text import WIDTH, clean, filled
 from pdcompile.passes.costs.costed_op import plain_name
-from pdcompile.passes.export import Exported, Refusal, Subject
 from pdcompile.passes.form.expressions import quote
 from pdcompile.plan import Plan
+from pdcompile.schedule.registry import name_of, names
 from pdcompile.user_functions import is_file
 
+#: what torch would get wrong, and what to do instead
+Refusal: TypeAlias = tuple[str, str]
+SCRIPT = "train.py"
 TEMPLATE = Path(__file__).with_name("train.py.txt")
 STEPS = 3
 QUIETLY = "; both run without dropout for that"
@@ -79,14 +86,56 @@ def neighbour_stages(interfaces: Sequence[StageInterface]) -> tuple[NeighbourSta
     return tuple(found)
 
 
-def torch_pipelining(subject: Subject) -> Exported:
-    """``train.py`` beside the stages; after `unlike_torch`."""
-    stages = neighbour_stages(subject.sources.interfaces)
-    return {"train.py": _script(subject, stages)}, _notes(subject.plan, stages)
+def with_script(
+    capture: Capture, plan: Plan, sources: Sources, model: nn.Module, target: str, folder: Path
+) -> tuple[Sources, tuple[str, ...]]:
+    """The sources of a folder with ``train.py`` among them, and notes for its reader.
+
+    Args:
+        target: ``file.py:function`` or ``package.module:function`` of the model and its data.
+
+    Raises:
+        ConfigError: torch cannot express the plan or the model; says what.
+    """
+    refuse(unlike_torchs(plan))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        message = "the model is on the meta device, and the script compares it with plain PyTorch"
+        remedy = "give a model that has values; a smaller one of the same class will do"
+        refuse([(message, remedy)])
+    stages = neighbour_stages(sources.interfaces)
+    refuse(unlike_torch(capture.train, plan, stages))
+    text = _script(capture, plan, stages, imported(target, folder))
+    return replace(sources, files={**sources.files, SCRIPT: text}), tuple(_notes(plan, stages))
+
+
+def refuse(found: Iterable[Refusal]) -> None:
+    """Raise ConfigError for the first thing that torch would get wrong."""
+    for message, remedy in found:
+        raise ConfigError(message, where="--torch", remedy=remedy)
+
+
+def imported(target: str, folder: Path) -> str:
+    """The target as a script in a folder imports it."""
+    place, colon, function = target.rpartition(":")
+    if not is_file(place):
+        return target
+    relative = os.path.relpath(Path(place).resolve(), folder.resolve())
+    return f"{Path(relative).as_posix()}{colon}{function}"
 
 
 def unlike_torchs(plan: Plan) -> Iterator[Refusal]:
     """Refusals of plans that such a script would get wrong, of any model."""
+    if plan.training.parts != 1:
+        message = f"stages of {plan.parts_in_words}, which the script would not divide"
+        yield message, "plan with parts=1 (--parts 1)"
+    if not plan.training.kind.in_torch:
+        known = " or ".join(names(lambda kind: kind.in_torch != ""))
+        message = f"torch has no schedule {name_of(plan.training.schedule)!r}"
+        yield message, f"plan with schedule {known}"
+    size, m = plan.training.batch_size, plan.training.num_microbatches
+    if size % m:
+        message = f"{size} samples in {m} microbatches are not of one size"
+        yield message, "plan with a number of microbatches that divides the minibatch"
     for stage in plan.stages:
         if stage.replicas > 1:
             remedy = "plan with replicas=1, and wrap each part in fully_shard or "
@@ -101,9 +150,8 @@ def unlike_torchs(plan: Plan) -> Iterator[Refusal]:
         yield f"{message}stages", remedy
 
 
-def unlike_torch(subject: Subject) -> Iterator[Refusal]:
-    """Refusals of this model, for what the script would get wrong."""
-    stages = neighbour_stages(subject.sources.interfaces)
+def unlike_torch(graph: OpGraph, plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[Refusal]:
+    """Refusals of this model, for what the script would get wrong; `graph` is that of training."""
     last = stages[-1].interface.train
     ports: list[Port] = [p for one in stages for p in (*one.from_call, *one.received)]
     for port in (*ports, *last.loss_inputs):
@@ -122,13 +170,13 @@ def unlike_torch(subject: Subject) -> Iterator[Refusal]:
         if port.path != "target" and port.value not in given:
             message = f"the loss reads {port.name!r}, which the last stage does not have"
             yield message, "pin what makes it to the last stage (--pin)"
-    for op in _random_ops(subject.capture.train):
+    for op in _random_ops(graph):
         if plain_name(op) not in _QUIET:
             message = f"{op.target} at {op.source} draws random numbers, and a pipeline draws "
             message += "others than plain PyTorch, so that the two could not be compared"
             yield message, "leave it out of the model that is exported"
-    ops = {op.name: op for op in subject.capture.train.ops}
-    for stage, planned in zip(stages, subject.plan.stages, strict=True):
+    ops = {op.name: op for op in graph.ops}
+    for stage, planned in zip(stages, plan.stages, strict=True):
         written = written_buffers(ops[name] for name in planned.ops if name in ops)
         if planned.recompute and (held := sorted(written.intersection(stage.interface.buffers))):
             message = f"stage {planned.index} recomputes and writes buffer {held[0]!r}, which "
@@ -150,11 +198,10 @@ def _notes(plan: Plan, stages: Sequence[NeighbourStage]) -> Iterator[str]:
             yield f"stage {stage.interface.index} hands {values} {names} on to a later stage"
 
 
-def _script(subject: Subject, stages: Sequence[NeighbourStage]) -> str:
-    """The text of ``train.py``.  What torch would get wrong was refused before."""
-    plan, n = subject.plan, len(stages)
-    place, _, function = subject.target.rpartition(":")
-    quiet, training = bool(_random_ops(subject.capture.train)), plan.training
+def _script(capture: Capture, plan: Plan, stages: Sequence[NeighbourStage], target: str) -> str:
+    """The text of ``train.py``, which imports the `target` so."""
+    n, (place, _, function) = len(stages), target.rpartition(":")
+    quiet, training = bool(_random_ops(capture.train)), plan.training
     recomputes = any(stage.recompute for stage in plan.stages)
     kept = {
         "file": is_file(place),
@@ -170,8 +217,8 @@ def _script(subject: Subject, stages: Sequence[NeighbourStage]) -> str:
         "casts": on_gpu(training.autocast),
     }
     words = {
-        "model": model_name(subject.capture),
-        "about": _about(subject.target, quiet=quiet),
+        "model": model_name(capture),
+        "about": _about(target, quiet=quiet),
         "imports": "\n".join(sorted(f"from stage_{k} import Stage{k}" for k in range(n))),
         "fill": "fill, " if kept["opaque"] else "",
         "quoted_place": quote(place),
@@ -197,6 +244,10 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     return {
         "stages": n,
         "schedule": f"Schedule{training.kind.in_torch}",
+        # Torch's zero bubble detaches in place what is sent, which may be saved, or a view.
+        "own": ".clone(memory_format=torch.contiguous_format)"
+        if training.kind.splits_backward
+        else ".contiguous()",
         "ranks": plan.num_ranks,
         "steps": STEPS,
         "batch": training.batch_size,

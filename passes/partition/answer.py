@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from pdcompile.plan.embedded import unusable_numbers
 from pdcompile.plan.evaluate import violations
 from pdcompile.problem import Partition, PartitionProblem
 
-DEFAULT_SECONDS = 20.0
+DEFAULT_SECONDS, PATIENCE = 20.0, 2.0
 
 
 def validate(problem: PartitionProblem) -> None:
@@ -37,6 +38,7 @@ def partition(
     problem: PartitionProblem,
     *,
     time_limit: float | None = None,
+    patience: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
     start: Sequence[int] = (),
@@ -49,6 +51,8 @@ def partition(
     Args:
         time_limit: seconds after which the best plan so far is returned; 0: the first plan.
             None: until proved, at most 20.
+        patience: seconds of work after which a search ends without news, a plan or bound that is
+            0.1 % better, if all before took no longer.  None: 2, or no limit where there is one.
         seed: of CP-SAT; equal seeds give equal answers as long as the time limit is not reached.
         progress: called with a line of text, plan, bound and gap, when one of them improves.
         start: the stage of every item in an assignment that is tried first.
@@ -59,7 +63,10 @@ def partition(
         CostError: a cost is negative or not finite.
     """
     validate(problem)
-    with Budget(DEFAULT_SECONDS if time_limit is None else time_limit) as budget:
+    if patience is None:
+        patience = PATIENCE if time_limit is None else math.inf
+    seconds = DEFAULT_SECONDS if time_limit is None else time_limit
+    with Budget(seconds, patience=patience) as budget:
         try:
             search = solve(problem, budget, seed, progress or (lambda _: None), start)
         except InfeasibleError as contradiction:

@@ -23,14 +23,25 @@ class OutOfTimeError(Exception):
 class Budget:
     """A deadline that Ctrl-C brings forward.
 
+    With `patience` it also ends once a search has had no news for so many seconds of its own work,
+    and for as long as all work before them took.
+
     As a context manager it catches SIGINT (in the main thread): the first one only sets
     `stopped`, which loops look at through `late`; a second one raises KeyboardInterrupt.
     """
 
-    def __init__(self, seconds: float | None = None, *, within: Budget | None = None) -> None:
+    def __init__(
+        self,
+        seconds: float | None = None,
+        *,
+        within: Budget | None = None,
+        patience: float = math.inf,
+    ) -> None:
         self.begin = time.monotonic()
         self.deadline = math.inf if seconds is None else self.begin + seconds
         self.within = within  # Ctrl-C there is Ctrl-C here
+        self.patience = patience
+        self._work = self._news = time.process_time()  # at the begin, and at the last news
         self._stopped = False
         self._previous: Any = None
 
@@ -41,11 +52,18 @@ class Budget:
 
     @property
     def late(self) -> bool:
-        return self.stopped or time.monotonic() >= self.deadline
+        return self.stopped or time.monotonic() >= self.deadline or self.waits <= 0
+
+    @property
+    def waits(self) -> float:
+        """Seconds of work that news may still take; they pass no faster than the clock does."""
+        if self.patience == math.inf:
+            return math.inf
+        return max(self.patience, self._news - self._work) - (time.process_time() - self._news)
 
     @property
     def left(self) -> float:
-        """Seconds; 0 when late."""
+        """Seconds until the deadline; 0 when late."""
         return 0.0 if self.late else self.deadline - time.monotonic()
 
     @property
@@ -54,6 +72,10 @@ class Budget:
 
     def stop(self) -> None:
         self._stopped = True
+
+    def news(self) -> None:
+        """The search has found something that is worth its time."""
+        self._news = time.process_time()
 
     def __enter__(self) -> Budget:
         if threading.current_thread() is threading.main_thread():
@@ -136,7 +158,7 @@ def minimize(
     solver.parameters.presolve_inclusion_work_limit = 0
     solver.parameters.cp_model_probing_level = 0
     solver.parameters.random_seed = seed
-    seconds = budget.left
+    seconds = min(budget.left, budget.waits)
     if math.isfinite(seconds):
         solver.parameters.max_time_in_seconds = seconds
     if math.isfinite(effort):

@@ -28,6 +28,7 @@ from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
 
 Progress = Callable[[str], None]
+NEWS = 1e-3  # relative, of a plan or bound that is better
 EQUAL = 2e-7  # a relative gap up to this ends the search: CP-SAT works with rounded numbers
 
 
@@ -48,6 +49,7 @@ class Search:
     seen: set[tuple[int, ...]] = field(default_factory=set)  # assignments
     cut: AnyCut | None = None
     _line: str = ""
+    _known: tuple[float, float] = (math.inf, 0.0)  # objective and bound at the last news
 
     def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
         """Evaluate an assignment of groups; True when it is the best so far."""
@@ -87,6 +89,9 @@ class Search:
         if self.best is None:
             return
         bound = min(self.bound, self.upper)
+        if self._known[0] - self.upper + bound - self._known[1] >= NEWS * self.upper:
+            self._known = self.upper, bound
+            self.budget.news()
         gap = 1 - bound / self.upper if self.upper > 0 else 0.0
         line = (
             f"plan {format_seconds(self.upper)}, bound {format_seconds(bound)}, "
@@ -257,8 +262,10 @@ def prove(search: Search) -> None:
         for one in visited:
             search.offer(one)
         bounded(min(bound, search.upper))
-        if bound == math.inf or groups is None:
+        if bound == math.inf:
             return
+        if groups is None:  # there is time left if there was news
+            continue
         # Where no path bounds what an assignment costs (long hops, half duplex), forbid it: it has
         # been evaluated.
         added = 0

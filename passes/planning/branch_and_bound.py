@@ -26,7 +26,7 @@ from pdcompile.errors import ConfigError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition import partition
-from pdcompile.passes.partition.answer import claimed
+from pdcompile.passes.partition.answer import DEFAULT_SECONDS, PATIENCE, claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
@@ -51,7 +51,6 @@ from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_seconds
 
-DEFAULT_SECONDS = 20.0
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
 MAX_TRIED = 400  # candidates that branches simulate, in all, once some plan is found
 SEARCHING = 0.8  # of the time; then what was put off is settled
@@ -82,9 +81,11 @@ class PlanSearch:
     listener: Listener
     budget: Budget
     whole: Budget  # with the time in which one of the fastest plans is chosen
+    patience: float  # of the search for a cut alone, see `partition`
     tolerance: float  # see `best_plan`
     elsewhere: float = math.inf  # as there
     sketch: bool = False
+    start: Candidate | None = None
     trials: Trials = field(init=False)
     proved: Plan | None = None  # where only the cut is open
     floor: float = math.inf  # bound of what was left unfinished
@@ -105,6 +106,7 @@ class PlanSearch:
         Raises InfeasibleError where all devices together are too small.
         """
         first = self._prepared(self.space.microbatches[0])
+        self.trials.offer(self.start)
         several = bool(self.space.sharing or self.space.placement)
         # Of few cuts with a rank a stage what lacks is said in more detail once none is found.
         rough = several or not (self.space.cut_alone or first.complete)
@@ -299,7 +301,8 @@ class PlanSearch:
                 seconds = plan.forecast.step_seconds
             return Sketched(certificate.bound_seconds * scale, seconds)
         (seconds, candidate), (fastest, _) = self.trials.chosen, self.trials.found[-1]
-        return Sketched(min(self.floor, fastest), seconds + self.trials.updates(candidate))
+        seconds += self.trials.updates(candidate)
+        return Sketched(min(self.floor, fastest), seconds, candidate)
 
     def _prover(self, setting: Setting) -> str:
         if self.space.placement or self.relaxed:
@@ -340,8 +343,8 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
 
     def planned(limited: PartitionProblem) -> tuple[Plan, Partition]:
         found, certificate = partition(
-            limited, time_limit=max(0.0, search.budget.left - making), seed=search.seed,
-            progress=search.listener.found,
+            limited, time_limit=max(0.0, search.budget.left - making), patience=search.patience,
+            seed=search.seed, progress=search.listener.found,
         )  # fmt: skip
         candidate = branch.straight(found.stage_of)
         candidate, certificate, notes = _preferred(search, candidate, certificate)
@@ -435,6 +438,7 @@ def best_plan(
     listener: Listener | None = None,
     elsewhere: float = math.inf,
     sketch: bool = False,
+    start: Candidate | None = None,
 ) -> Plan:
     """The best plan of the space; its certificate says what was exhausted.
 
@@ -444,13 +448,15 @@ def best_plan(
             which offer everything.
         training: what every plan of the space has in common; schedule, microbatches and warm-up
             are chosen.
-        time_limit: seconds; None: 20.  Ctrl-C ends the search with the best plan so far.
+        time_limit: seconds; None: 20, and fewer where only the cut is open and a search has no
+            news (see `partition`).  Ctrl-C ends the search with the best plan so far.
         tolerance: of the fastest plan's objective, within which other cuts may be preferred (see
             `border_cuts`); 0: the fastest plan.
         seed: equal seeds give equal plans as long as the time limit is not reached.
         elsewhere: seconds of a step, with its updates, of a plan that there is in another space;
             only better ones are sought, unless only the cut is open.
         sketch: make no plan, which takes seconds of a large model; all time is for the search.
+        start: a candidate that is tried first, as the best one of a sketch.
 
     Raises:
         Sketched: no better one than that was found, or only a sketch is wanted.
@@ -467,8 +473,8 @@ def best_plan(
     with Budget(seconds) as whole:
         search = PlanSearch(
             graph_at, problem_at, cluster, space, training, seed,
-            listener or Listener(), Budget(seconds - kept, within=whole), whole, tolerance,
-            elsewhere, sketch,
+            listener or Listener(), Budget(seconds - kept, within=whole), whole,
+            PATIENCE if time_limit is None else math.inf, tolerance, elsewhere, sketch, start,
         )  # fmt: skip
         search.run()
         search.improve()

@@ -14,7 +14,7 @@ import pdcompile
 # The order in which a person meets them.
 ORDER = (
     "plan", "explain", "diff", "whatif", "simulate", "schedule", "dump", "verify", "run",
-    "export", "checkpoint", "costs", "doctor", "probe",
+    "checkpoint", "costs", "doctor", "probe",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def plan(
         Path | None,
         written_to(
             "Write the plan to this file, and the captured ops beside it (FILE.capture.json), for "
-            "dump and export.",
+            "dump.",
         ),
     ] = None,
 ) -> Result:

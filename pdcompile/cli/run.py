@@ -72,8 +72,8 @@ class Told:
     )
     trace: Path | None = option(
         None,
-        "Write the timeline of the last 8 minibatches, for simulate --overlay and "
-        "https://ui.perfetto.dev (.json).",
+        "Write the timeline of the last 8 minibatches, as simulate --trace writes the forecast's, "
+        "for https://ui.perfetto.dev (.json).",
         flag=Flag("FILE", type=Path),
     )
 
@@ -88,9 +88,6 @@ def run(
         int,
         typer.Option(min=1, help="Minibatches to train on, with --resume those before included."),
     ] = 20,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Measure costs anew, and keep none of them.")
-    ] = False,
 ) -> Result | None:
     """Train TARGET as a pipeline.
 
@@ -108,14 +105,12 @@ def run(
 
     Checkpoints are in ./checkpoints unless --save names another folder.
     """
-    from pdcompile import driver, files
+    from pdcompile import driver
     from pdcompile.report import chrome
     from pdcompile.report.progress import compiling
     from pdcompile.workload import load_target
 
     flags.check()
-    if no_cache:
-        os.environ[files.VARIABLE] = "off"
     workload = load_target(target)
     more = flags.given() | {"weights": flags.said.get("weights") or workload.weights}
     more |= {"resume": saves.folder} if saves.resume else {}
@@ -136,9 +131,8 @@ def run(
         seconds = time.perf_counter() - done.began
         if told.trace is not None:
             events = pipe.recorded()
-            about = chrome.About(True, under_torchrun(), pipe.plan.fingerprint)
             if is_first_rank():
-                write_text(told.trace, json.dumps(chrome.trace(events, about)))
+                write_text(told.trace, json.dumps(chrome.trace(events, pipe.plan.fingerprint)))
     if not is_first_rank():
         return None
     forecast = pipe.plan.forecast

@@ -36,12 +36,6 @@ def simulate(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")
     ] = None,
-    overlay: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A run's trace (run --trace) to compare with, here and in --html."
-        ),
-    ] = None,
 ) -> Result:
     """Simulate a plan: the timeline of every rank, idle time, memory, traffic.
 
@@ -53,8 +47,6 @@ def simulate(
       pdcompile simulate plan.json
 
       pdcompile simulate plan.json --steps 4 --html report.html --trace trace.json
-
-      pdcompile simulate plan.json --overlay measured.json --html report.html
     """
     from rich.text import Text
 
@@ -62,13 +54,11 @@ def simulate(
     from pdcompile.passes.simulate import simulate_drained
     from pdcompile.passes.simulate.critical_chain import critical_path
     from pdcompile.report import chrome, page, timeline
-    from pdcompile.report.page.measured_run import compared, comparison_table, run_of
     from pdcompile.report.page.words import path_in_words
     from pdcompile.report.plan_table import forecast_line, memory_table
     from pdcompile.report.progress import working
 
     loaded = Plan.load(plan)
-    run = None if overlay is None else run_of(overlay, loaded)
     stream = loaded.training.kind.stream
     steps = steps or (2 * loaded.spec.reach - 1 if stream else 1)
     with working("simulating", f"{steps} minibatches"):
@@ -76,15 +66,13 @@ def simulate(
     loaded, events = replace(loaded, forecast=steady.forecast), drawn.timeline
     path = critical_path(steady.timeline, steady.window, flush=not stream)
     if trace is not None:
-        about = chrome.About(False, True, loaded.fingerprint)
-        write_text(trace, json.dumps(chrome.trace(events, about)))
+        write_text(trace, json.dumps(chrome.trace(events, loaded.fingerprint)))
     if html is not None:
         write_text(html, "")  # errors of the place before the work
         date = datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z")
-        data = page.page_data(loaded, steady, drawn, run, title=plan.name, date=date)
+        data = page.page_data(loaded, steady, drawn, title=plan.name, date=date)
         write_text(html, page.html(data))
     shown = timeline.bars(events)
-    rows = [] if run is None else list(compared(loaded, run))
     document = {
         "status": "done",
         "costs": loaded.costs,
@@ -93,7 +81,6 @@ def simulate(
         "seconds": timeline.duration(shown),
         "idle": timeline.idle(shown),
         "critical_path": path.shares,
-        **({} if run is None else {"measured": rows, "note": run.note}),
     }
     parts: list[RenderableType] = [
         *timeline.drawn(events, stdout().width, loaded.processes_of),
@@ -101,6 +88,4 @@ def simulate(
         forecast_line(loaded),
         Text(f"critical path: {path_in_words(path)}"),
     ]
-    if run is not None:
-        parts += [comparison_table(rows), *([Text(f"note: {run.note}")] if run.note else [])]
     return Result(document, parts, [trace, html])

@@ -107,7 +107,7 @@ class TrainingOptions:
         compared=True,
         flag=Flag(
             "M",
-            texts.microbatches,
+            texts.counts("auto"),
             remedy="a number such as 8, auto, or several for plan: 4,8,16",
             more="pdcompile plan takes several to choose from: 4,8,16.",
         ),
@@ -241,7 +241,7 @@ class MachineOptions:
         compared=True,
         flag=Flag(
             "R|R,R,…|equal|any",
-            texts.replicas,
+            texts.counts("equal", "any"),
             remedy="a number for all stages (2), one for each (3,1), equal or any",
         ),
     )
@@ -258,7 +258,7 @@ class MachineOptions:
         compared=True,
         flag=Flag(
             "N|N,N,…|any",
-            texts.parts,
+            texts.counts("any"),
             remedy="a number for all stages (2), that of each (2,1), or any",
         ),
     )
@@ -345,7 +345,8 @@ class SearchOptions:
     )
     time_limit: float | None = option(
         None,
-        "Stop the search after so many seconds, with the best plan so far and its gap.",
+        "Stop the search after so many seconds, with the best plan so far and its gap.  By default "
+        "after 20, or where only the cut is open once a search has no news.",
         check=number(least=0),
         of_search=True,
         flag=Flag("SECONDS", type=float),

@@ -33,21 +33,6 @@ def recompute(text: str) -> bool | Literal["auto"] | tuple[bool, ...]:
     return one(text) if text.isalpha() else tuple(map(one, text.split(",")))
 
 
-def replicas(text: str) -> Any:
-    """``2``, ``3,1`` by stage, ``equal`` or ``any``."""
-    return text if text in ("equal", "any") else counts(text)
-
-
-def parts(text: str) -> Any:
-    """``2``, ``2,1`` by stage, or ``any``."""
-    return text if text == "any" else counts(text)
-
-
-def microbatches(text: str) -> Any:
-    """A number, ``auto``, or the numbers of ``4,8,16``, of which the planner chooses."""
-    return text if text == "auto" else counts(text)
-
-
 def warmup(text: str) -> tuple[int, ...] | Literal["auto"]:
     """``auto``, or numbers from 0 up."""
     found = () if text == "auto" else tuple(map(int, text.split(",")))
@@ -56,12 +41,18 @@ def warmup(text: str) -> tuple[int, ...] | Literal["auto"]:
     return found or "auto"
 
 
-def counts(text: str) -> Any:
-    """A number from 1 up, or those of ``4,8,16``."""
-    found = tuple(map(int, text.split(",")))
-    if min(found) < 1:
-        raise ValueError(text)
-    return found if len(found) > 1 else found[0]
+def counts(*known: str) -> Callable[[str], Any]:
+    """Reader of a number from 1 up, those of ``4,8,16``, or a word."""
+
+    def read(text: str) -> Any:
+        if text in known:
+            return text
+        found = tuple(map(int, text.split(",")))
+        if min(found) < 1:
+            raise ValueError(text)
+        return found if len(found) > 1 else found[0]
+
+    return read
 
 
 def optimizer_of(name: str, lr: float | None) -> Any:

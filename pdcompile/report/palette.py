@@ -15,7 +15,7 @@ WORK: dict[str, tuple[str, str]] = {
     "backward": ("#7fcf9a", "#b4e4c3"),
     "backward to inputs": ("#7fcf9a", "#b4e4c3"),
     "backward to weights": ("#c2cc5e", "#e0e6a6"),
-    "step": ("#f0b84f", "#f7d697"),
+    "update": ("#f0b84f", "#f7d697"),
 }
 LINK = "#d0a47c"
 WEIGHTS = "#ada3ea"
@@ -26,20 +26,8 @@ IDLE = "#eef0f3"
 MEMORY: dict[str, tuple[str, tuple[str, ...]]] = {
     "weights": (WEIGHTS, ("weights_bytes",)),
     "gradients": (WORK["backward"][0], ("gradients_bytes",)),
-    "optimizer state": (WORK["step"][0], ("optimizer_bytes",)),
+    "optimizer state": (WORK["update"][0], ("optimizer_bytes",)),
     "activations": (WORK["forward"][0], ("activations_bytes", "inputs_bytes", "outputs_bytes")),
     "messages": (LINK, ("receive_bytes", "send_bytes")),
     "temporaries": (SPARE, ("workspace_bytes", "temporaries_bytes")),
 }
-
-_FIRST, _LAST = (222, 217, 250), (141, 128, 222)  # of a ramp of violets
-
-
-def stages(count: int) -> tuple[str, ...]:
-    """A violet a stage, from light to dark."""
-    steps = max(count - 1, 1)
-    return tuple(
-        "#" + "".join(f"{round(a + (b - a) * s / steps):02x}"
-                      for a, b in zip(_FIRST, _LAST, strict=True))
-        for s in range(count)
-    )  # fmt: skip

@@ -17,7 +17,7 @@ from pdcompile.report import labels
 from pdcompile.report.palette import WORK
 from pdcompile.schedule.program import RecordedEvent
 
-Kind = Literal["forward", "backward", "backward to inputs", "backward to weights", "step"]
+Kind = Literal["forward", "backward", "backward to inputs", "backward to weights", "update"]
 
 # Instructions that occupy the device; everything else waits or moves bytes.
 COMPUTE: dict[str, Kind] = {
@@ -25,12 +25,11 @@ COMPUTE: dict[str, Kind] = {
     "B": "backward",
     "I": "backward to inputs",
     "W": "backward to weights",
-    "STEP": "step",
+    "STEP": "update",
 }
 LETTERS: dict[Kind, str] = {
-    kind: "U" if kind == "step" else letter for letter, kind in COMPUTE.items()
+    kind: "U" if kind == "update" else letter for letter, kind in COMPUTE.items()
 }
-KIND_NAMES: dict[Kind, str] = {kind: "update" if kind == "step" else kind for kind in LETTERS}
 FILL: dict[Kind, str] = dict(zip(LETTERS, "-==~U", strict=True))
 STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches
     kind: (f"black on {even}", f"black on {odd}") for kind, (even, odd) in WORK.items()
@@ -133,7 +132,7 @@ def legend(drawing: Text, shown: Sequence[Bar]) -> str:
         drawing: what `text` made of the events whose bars are `shown`.
     """
     signs = {sign for line in drawing.plain.splitlines() for sign in line.split(None, 2)[-1]}
-    parts = [f"{LETTERS[kind]} {KIND_NAMES[kind]}" for kind in LETTERS if LETTERS[kind] in signs]
+    parts = [f"{LETTERS[kind]} {kind}" for kind in LETTERS if LETTERS[kind] in signs]
     parts += ["dots idle"] * ("·" in signs)
     number = f"; the number is the {numbered(shown)}" if any(map(str.isdigit, signs)) else ""
     return ", ".join(parts) + number

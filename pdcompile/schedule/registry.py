@@ -446,12 +446,6 @@ def allowed(max_staleness: int | str) -> tuple[str, ...]:
     return names(lambda k: k.trains and (most == sys.maxsize or k.lag in range(most + 1)))
 
 
-def alternating() -> tuple[str, ...]:
-    """Schedules that drain, and in between take one forward and one whole backward in turn."""
-    flush = allowed(0)
-    return names(lambda k: k.name in flush and k.warmup == "alternate" and not k.splits_backward)
-
-
 def flush_schedules() -> str:
     """Their names, as error messages list them."""
     return ", ".join(allowed(0))

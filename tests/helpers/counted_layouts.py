@@ -146,7 +146,9 @@ def difference(seed: int) -> tuple[bool, str]:
             least = work * case.space.microbatches[0] / len(case.cluster.devices)
             search.check(least * (1 - 1e-9))
             none: Any = None
-            plan = explored(case, 300.0, elsewhere=search.elsewhere, sketch=search.sketches)
+            plan = explored(
+                case, 300.0, elsewhere=search.elsewhere, sketch=search.sketches, start=search.start
+            )
             search.add(Planned(options, none, none, none, none, plan))
     best = inf
     for _, case in found.values():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pdcompile import Cluster, CutAt, Plan, Workload, driver
-from pdcompile.batch import example_call, resolve_batch
-from pdcompile.export import Export, export
-from pdcompile.ir.graph import OpGraph
+from pdcompile import Cluster, Plan, Workload, driver
+from pdcompile.batch import example_call
+from pdcompile.cli import app
 from pdcompile.options import Options
-from pdcompile.passes.export.model_parts import part_paths
 from tests.helpers import models
-from tests.helpers.captures import capture_once
 
 BATCH = 8
 
@@ -36,27 +35,27 @@ def planned(workload: Workload, stages: int, **options: Any) -> Plan:
     return driver.build(workload.model, flat, given).plan
 
 
-def graph_with_loss(workload: Workload) -> OpGraph:
-    inputs, target = workload.example()
-    flat = example_call(workload.model, inputs, target)
-    found = capture_once(
-        workload.model, flat, resolve_batch(flat, 0), workload.loss_fn, microbatch_size=2
-    )
-    return found.train
-
-
 def planned_for(name: str, stages: int, **options: Any) -> Plan:
-    """A plan of one of the workloads here that may be exported: with cuts between modules alone."""
-    workload = globals()[name]()
-    between = CutAt(*part_paths(graph_with_loss(workload)))
-    wishes = (*options.pop("constraints", ()), between)
-    return planned(workload, stages, constraints=wishes, **options)
+    """A plan of one of the workloads here."""
+    return planned(globals()[name](), stages, **options)
 
 
-def made(name: str, stages: int, to: str, folder: Path, **options: Any) -> Export:
-    """One of the workloads here, planned and exported."""
+def export(plan: Plan | Path, target: str, folder: Path) -> tuple[str, ...]:
+    """Runs ``dump --torch``; the notes that it prints.  Raises what it refuses."""
+    path = plan
+    if isinstance(plan, Plan):
+        path = folder.with_name(f"{folder.name}.plan.json")
+        path.write_text(plan.to_json(), encoding="utf-8")
+    said, words = StringIO(), ("dump", target, "--torch", "--plan", str(path), "-o", str(folder))
+    with redirect_stdout(said):
+        app([*words, "--json"], standalone_mode=False)
+    return tuple(json.loads(said.getvalue())["notes"])
+
+
+def made(name: str, stages: int, folder: Path, **options: Any) -> tuple[str, ...]:
+    """One of the workloads here, planned and exported; the notes."""
     plan = planned_for(name, stages, **options)
-    return export(plan, f"{__name__}:{name}", to=to, folder=folder)
+    return export(plan, f"{__name__}:{name}", folder)
 
 
 class Residuals(nn.Module):
@@ -229,33 +228,6 @@ def t5() -> Workload:
     return Workload(T5ForConditionalGeneration(config), next(batches())[0], None, batches)
 
 
-def chain() -> Workload:
-    """A list of layers, and nothing else."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
-    return _workload(layers, lambda g: torch.randn(BATCH, 4, generator=g), _classes(4))
-
-
-class Branched(nn.Module):
-    """Two layers that read the same value, of a third one, and nothing beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.first(x)
-        return self.second(x), self.third(x)
-
-
-def branched() -> Workload:
-    torch.manual_seed(0)
-    rows = partial(torch.randn, BATCH, 4)
-    return _workload(
-        Branched(), lambda g: rows(generator=g), _classes(4), lambda out, t: F.nll_loss(sum(out), t)
-    )
-
-
 def unseeded() -> Workload:
     """Every process has another model."""
     torch.seed()
@@ -284,44 +256,6 @@ class Frozen(nn.Module):
 def frozen() -> Workload:
     torch.manual_seed(0)
     return _workload(Frozen(), lambda g: torch.randn(BATCH, 4, generator=g), _classes(4))
-
-
-class Stack(nn.Module):
-    """Layers between an embedding and a head that pass by what is None, and what `odd` names."""
-
-    def __init__(self, odd: str) -> None:
-        super().__init__()
-        self.odd = odd
-        self.tokens = nn.Embedding(8, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.between = nn.Linear(4, 4) if odd == "between" else None
-        self.loss_fn = nn.Linear(4, 8)  # a name that the loss has in paths
-        self.head = nn.Linear(4, 8) if odd == "tied heads" else None
-        if self.head is not None:
-            self.head.weight = self.loss_fn.weight
-        self.positions = nn.Parameter(torch.randn(4)) if odd == "positions" else None
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) if self.tokens is not None else ids
-        if self.positions is not None:
-            x = x + self.positions
-        for i, layer in enumerate(self.layers):
-            x = x + torch.tanh(layer(layer(x) if self.odd == "twice" else x))
-            x = self.between(x) if i == 1 and self.between is not None else x
-        if self.loss_fn is None:
-            return x
-        return self.loss_fn(x) + (0 if self.head is None else self.head(x))
-
-
-def stack(odd: str = "") -> Workload:
-    torch.manual_seed(0)
-    ids = partial(torch.randint, 8, (BATCH,))
-    return _workload(Stack(odd), lambda g: ids(generator=g), lambda g: ids(generator=g))
-
-
-between, twice, tied_heads, positions = (
-    partial(stack, odd) for odd in ("between", "twice", "tied heads", "positions")
-)
 
 
 def as_tuple() -> tuple[Any, ...]:

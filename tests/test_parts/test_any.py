@@ -114,6 +114,20 @@ def test_where_no_sketch_has_a_plan_one_layout_is_searched_for_its_error() -> No
         search.fastest()
 
 
+def test_the_plan_of_a_layout_begins_with_the_best_candidate_of_its_sketch() -> None:
+    given = [Options.given({"parts": n}) for n in (1, 2, 4)]
+    search, made = LayoutSearch(True, Listener()), []
+    best: Any = {n: object() for n in (1, 2, 4)}
+    for one in search.turns(given):
+        with search.trying(one):
+            if search.sketches:
+                assert search.start is None
+                raise Sketched(1.0, abs(one.parts - 2) + 3.0, best[one.parts])
+            made.append((one.parts, search.start))
+            raise NotFoundError("its plan does not fit", where="memory")
+    assert made[0] == (2, best[2])
+
+
 def sketched(found: dict[tuple[int, str, bool], float], seconds: float = 1.0) -> list[str]:
     """The sketches of layouts whose best plans take so many seconds, in order; by parts, split and
     whether they count as ideal."""

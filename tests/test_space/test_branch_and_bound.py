@@ -115,6 +115,9 @@ def test_only_what_is_faster_than_another_plan_is_sought(schedules: tuple[str, .
         explored(graph, cluster, space, sketch=True)
     assert sketch.value.least_seconds == pytest.approx(seconds)
     assert sketch.value.seconds >= seconds * (1 - 1e-9)  # with its updates
+    first = explored(graph, cluster, space, time_limit=0.0, start=sketch.value.best)
+    assert step_seconds(first) == pytest.approx(seconds)
+    assert step_seconds(explored(graph, cluster, space, time_limit=0.0)) > 1.05 * seconds
 
 
 @pytest.mark.sample(1)

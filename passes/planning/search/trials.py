@@ -38,14 +38,17 @@ class Sketched(Exception):
     """Raised in place of a plan that nobody wants made: a sketch is enough, or it is slower than
     one of another space.
 
-    `least_seconds`: no step takes less; `seconds`: of the best one that was tried, with updates.
+    `least_seconds`: no step takes less; `seconds`: of the best one that was tried, with updates;
+    `best`: that one, where more than the cut is open.
     """
 
-    def __init__(self, least_seconds: float, seconds: float = math.inf) -> None:
+    def __init__(
+        self, least_seconds: float, seconds: float = math.inf, best: Candidate | None = None
+    ) -> None:
         least, found = format_seconds(least_seconds), format_seconds(seconds)
         tried = f"; the best plan tried takes {found}" * (seconds < math.inf)
         super().__init__(f"a step takes {least} or more{tried}")
-        self.least_seconds, self.seconds = least_seconds, seconds
+        self.least_seconds, self.seconds, self.best = least_seconds, seconds, best
 
 
 @dataclass

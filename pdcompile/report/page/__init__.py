@@ -31,7 +31,7 @@ def html(data: dict[str, Any]) -> str:
     )
     title = escape(data["title"])
     said = "".join(
-        f"<p>{escape(text)}</p>" for text in (data["subtitle"], *data["limits"], data["proof"])
+        f"<p>{escape(text)}</p>" for text in (data["subtitle"], data["limits"], data["certificate"])
     )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -16,15 +16,8 @@ from pdcompile.passes.simulate.ledger import held_over_time
 from pdcompile.plan import Plan
 from pdcompile.report import palette
 from pdcompile.report.labels import counted
-from pdcompile.report.page.measured_run import Run, compared, comparison_table
-from pdcompile.report.page.model_map import model_map
 from pdcompile.report.page.panels import critical_strips, grid, lanes, memory_lanes, traffic
-from pdcompile.report.page.words import (
-    cluster_in_words,
-    gap_tile,
-    proved,
-    what_limits,
-)
+from pdcompile.report.page.words import cluster_in_words, gap_tile, what_limits
 from pdcompile.report.plan_table import certificate_line, fullest, headline
 from pdcompile.report.plan_table import stage_table as plan_stages
 from pdcompile.units import format_bytes, format_seconds
@@ -43,7 +36,6 @@ def page_data(
     plan: Plan,
     steady: Simulation,
     drawn: Simulation,
-    run: Run | None = None,
     *,
     title: str,
     date: str,
@@ -61,27 +53,21 @@ def page_data(
     return {
         "title": f"{plan.model or title} on {counted(plan.num_processes, 'rank')}",
         "subtitle": f"{headline(plan).plain}. {cluster_in_words(plan)}. {date}",
-        "tiles": _tiles(plan, run),
-        "limits": [*what_limits(plan, path)],
-        "proof": proved(plan),
+        "tiles": _tiles(plan),
+        "limits": what_limits(path),
         "certificate": certificate_line(plan).plain,
-        "timeline": lanes(drawn.timeline, () if run is None else run.aligned(drawn.timeline)),
+        "timeline": lanes(drawn.timeline),
         "critical": critical_strips(path),
-        "model": model_map(plan),
         "stages": grid(plan_stages(plan)),
         "memory": memory_lanes(plan, curves, max(drawn.ends_seconds)),
         "traffic": traffic(plan, steady),
         "binding": _binding(plan, title),
-        "measured": None
-        if run is None
-        else grid(comparison_table([*compared(plan, run)]), run.note),
         "notes": plan.notes,
         "colours": COLOURS,
-        "stage_colours": palette.stages(len(plan.stages)),
     }
 
 
-def _tiles(plan: Plan, run: Run | None) -> list[dict[str, str]]:
+def _tiles(plan: Plan) -> list[dict[str, str]]:
     """Headline numbers; a tone of "bad" says that something is wrong."""
     forecast, rank = plan.forecast, fullest(plan)[0]
     assert forecast is not None
@@ -90,12 +76,10 @@ def _tiles(plan: Plan, run: Run | None) -> list[dict[str, str]]:
     if limit:
         room = f"of {format_bytes(limit)} on rank {rank}: {100 * total / limit:.0f} %"
     gap, certain = gap_tile(plan.certificate)
-    seconds = None if run is None else run.step_seconds
-    measured = "" if seconds is None else f"measured {format_seconds(seconds)}"
     source = f"forecast from {plan.costs}" if plan.costs else "forecast"
     rate, tone = forecast.samples_per_second, "bad" if limit and total > limit else ""
     tiles = (
-        ("step time", format_seconds(forecast.step_seconds), measured or source, ""),
+        ("step time", format_seconds(forecast.step_seconds), source, ""),
         ("samples/s", f"{rate:,.3g}" if rate < 100 else f"{rate:,.0f}",
          f"minibatches of {plan.training.batch_size}", ""),
         ("idle", f"{100 * forecast.bubble:.1f} %", "of the time of all devices", ""),

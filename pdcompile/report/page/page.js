@@ -7,10 +7,8 @@ function opening(data) {
   return [
     el("header", {}, el("h1", {}, data.title), el("p", { class: "muted" }, data.subtitle)),
     el("dl", { class: "tiles", id: "tiles" }, ...tiles),
-    section("limits", "What limits this plan",
-      el("ul", { class: "limits" }, ...data.limits.map((sentence) => el("li", {}, sentence)))),
-    section("proof", "How good it is", el("p", {}, data.proof),
-      el("p", { class: "muted" }, data.certificate)),
+    section("limits", "What limits this plan", el("p", {}, data.limits)),
+    section("proof", "How good it is", el("p", {}, data.certificate)),
   ];
 }
 
@@ -19,10 +17,6 @@ function bindingPanel(data) {
     el("p", {}, data.sentence),
     data.stages ? table(data.stages, "What a microbatch takes of each stage") : "",
     data.cuts ? table(data.cuts, "For each cut, the cheapest other one and what it would cost") : "");
-}
-
-function measuredPanel(data) {
-  return section("measured", "Measured beside forecast", table(data, "A run of this plan"));
 }
 
 function show() {
@@ -34,9 +28,7 @@ function show() {
     section("critical", "The critical path of a step", el("p", {}, `${data.critical.sentence}.`),
       strips(data.critical, "Parts of the critical path"),
       note("The chain of work and messages of which each began as soon as the one before it ended: only what shortens it makes a step shorter.")),
-    ...(data.measured ? [measuredPanel(data.measured)] : []),
     bindingPanel(data.binding),
-    ...(data.model ? [new ModelMap(data.model, data.stage_colours).panel()] : []),
     section("stages", "Stages", table(data.stages, "Times and bytes of a microbatch")),
     memoryPanel(data.memory, data.colours),
     section("traffic", "Traffic of each link", el("p", {}, data.traffic.sentence), strips(data.traffic, "How busy each link is")),

@@ -26,7 +26,7 @@ MOST_CURVES = 8
 MOST_POINTS = 400  # of a curve
 MOST = 16  # bars; of the rest only the number is told
 SHOWN = 0.001  # of the whole, from which a part of the critical path has a bar
-COLOURS = {"compute": "stage", "update": "step", "fill": "idle", "drain": "idle"}
+COLOURS = {"compute": "stage", "update": "update", "fill": "idle", "drain": "idle"}
 CARRIED = {
     Kind.VALUE: "values",
     Kind.GRADIENT: "gradients",
@@ -46,24 +46,21 @@ def grid(table: Table, note: str = "") -> dict[str, Any]:
     }
 
 
-def lanes(events: Iterable[Event], measured: Iterable[Event] = ()) -> dict[str, Any]:
-    """The compute of every rank, predicted, and `measured` of a run, whose first start is at
-    second 0 too; `shown` is the minibatch that the page opens with."""
-    predicted, real = bars(events), bars(measured)
+def lanes(events: Iterable[Event]) -> dict[str, Any]:
+    """The compute of every rank; `shown` is the minibatch that the page opens with."""
+    every = bars(events)
     found = [
-        {"rank": rank, "measured": of_run, "bars": [_row(bar) for bar in own if bar.rank == rank]}
-        for rank in sorted({bar.rank for bar in (*predicted, *real)})
-        for of_run, own in ((False, predicted), (True, real))
-        if any(bar.rank == rank for bar in own)
+        {"rank": rank, "bars": [_row(bar) for bar in every if bar.rank == rank]}
+        for rank in sorted({bar.rank for bar in every})
     ]
-    spans = _minibatches([*predicted, *real])
+    spans = _minibatches(every)
     return {
         "kinds": KINDS,
         "lanes": found,
-        "seconds": max(duration(predicted), duration(real)),
+        "seconds": duration(every),
         "minibatches": spans,
         "shown": len(spans) // 2,
-        "numbered": numbered(predicted),
+        "numbered": numbered(every),
     }
 
 

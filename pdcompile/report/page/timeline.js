@@ -21,7 +21,6 @@ class Timeline {
 
   panel() {
     const many = this.data.minibatches.length > 1;
-    const measured = this.data.lanes.some((lane) => lane.measured);
     const button = (label, spoken, action) => {
       const made = el("button", { type: "button", "aria-label": spoken }, label);
       made.addEventListener("click", action);
@@ -38,11 +37,10 @@ class Timeline {
     const legend = this.data.kinds.map((kind, n) => [kind, n]).filter(([, n]) => used.has(n)).map(([kind]) => {
       const name = kind.replaceAll(" ", "-");
       const fills = [this.colours[name], ...(many ? [this.colours[`${name}-odd`]] : [])];
-      return [fills, kind === "step" ? "update" : kind];
+      return [fills, kind];
     });
     const hints = [`Numbers are those of the ${this.data.numbered}; grey is idle.`];
     if (many) hints.push("Dark and light: even and odd minibatches; other minibatches than the chosen one are faint.");
-    if (measured) hints.push("Dashed boxes below are measured.");
     return section("timeline", "Timeline", tools, this.chooser.frame, this.chooser.said,
       keys(legend), note(hints.join(" ")));
   }
@@ -129,7 +127,7 @@ class Timeline {
     const box = this.svg.getBoundingClientRect();
     const y = event.clientY - box.top;
     const at = this.time(event);
-    const n = this.tops.findIndex((top, i) => y >= top && y < top + this.height(i));
+    const n = this.tops.findIndex((top) => y >= top && y < top + this.height);
     const bar = n < 0 ? null : this.data.lanes[n].bars.findLast((one) => one[5] <= at);
     if (!bar || at > bar[5] + bar[6]) { this.chooser.tip.hidden = true; return; }
     this.chooser.tell(this.describe(n, bar), event.clientX - box.left, y, false);
@@ -137,10 +135,8 @@ class Timeline {
 
   describe(lane, bar) {
     const [kind, stage, minibatch, microbatch, , start, length] = bar;
-    const name = this.data.kinds[kind] === "step" ? "update" : this.data.kinds[kind];
     const of = microbatch >= 0 ? ` of microbatch ${microbatch}` : "";
-    const one = this.data.lanes[lane];
-    return `${name}${of}, minibatch ${minibatch}, stage ${stage}, rank ${one.rank}${one.measured ? ", measured" : ""}: `
+    return `${this.data.kinds[kind]}${of}, minibatch ${minibatch}, stage ${stage}, rank ${this.data.lanes[lane].rank}: `
       + `starts at ${seconds(start)}, takes ${seconds(length)}`;
   }
 
@@ -163,14 +159,13 @@ class Timeline {
     if (bar[5] < this.from) this.look(bar[5], bar[5] + this.to - this.from);
     else if (bar[5] + bar[6] > this.to) this.look(bar[5] + bar[6] - (this.to - this.from), bar[5] + bar[6]);
     else this.draw();
-    this.chooser.tell(this.describe(n, bar), this.x(bar[5]), this.tops[n] + this.height(n), true);
+    this.chooser.tell(this.describe(n, bar), this.x(bar[5]), this.tops[n] + this.height, true);
   }
 
   // -- drawing ------------------------------------------------------------------------------
 
-  height(n) {
-    const many = this.data.lanes.length > 24;
-    return this.data.lanes[n].measured ? (many ? 10 : 18) : (many ? 14 : 26);
+  get height() {
+    return this.data.lanes.length > 24 ? 14 : 26;
   }
 
   x(time) {
@@ -184,11 +179,10 @@ class Timeline {
     this.room = width - this.margin - 6;
     this.tops = [];
     let y = 4;
-    this.data.lanes.forEach((lane, n) => {
+    for (const _ of this.data.lanes) {
       this.tops.push(y);
-      const pair = this.data.lanes[n + 1];
-      y += this.height(n) + (pair && pair.measured ? 1 : 4);
-    });
+      y += this.height + 4;
+    }
     this.svg.setAttribute("viewBox", `0 0 ${width} ${y + 22}`);
     this.svg.setAttribute("height", y + 22);
     const drawn = this.data.lanes.flatMap((lane, n) => this.lane(lane, n));
@@ -200,9 +194,9 @@ class Timeline {
   }
 
   lane(lane, n) {
-    const [top, height, shown] = [this.tops[n], this.height(n), []];
+    const [top, height, shown] = [this.tops[n], this.height, []];
     const current = (this.data.minibatches[this.data.shown] || [0])[0];
-    if (!lane.measured) shown.push(words(0, top + height / 2 + 4, `rank ${lane.rank}`, "quiet"));
+    shown.push(words(0, top + height / 2 + 4, `rank ${lane.rank}`, "quiet"));
     shown.push(shape("rect", { class: "idle", x: this.margin, y: top, width: this.room, height }));
     let drawnTo = -1;
     lane.bars.forEach((bar, i) => {
@@ -217,7 +211,7 @@ class Timeline {
       const other = this.data.minibatches.length > 1 && minibatch !== current;
       const odd = this.data.minibatches.length > 1 && minibatch % 2 ? "-odd" : "";
       shown.push(shape("rect", {
-        class: `bar${right - left < 3 ? " thin" : ""}${lane.measured ? " measured" : ""}${other ? " other" : ""}${chosen ? " chosen" : ""}`,
+        class: `bar${right - left < 3 ? " thin" : ""}${other ? " other" : ""}${chosen ? " chosen" : ""}`,
         x: left, y: top, width: Math.max(right - left, 0.5), height, fill: this.colours[name + odd],
       }));
       const label = number >= 0 ? String(number) : "";

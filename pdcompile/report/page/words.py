@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import groupby
 
 from pdcompile.cluster import Device
 from pdcompile.passes.simulate.critical_chain import CriticalPath, Share
 from pdcompile.plan import Certificate, Plan
-from pdcompile.report.plan_table import fullest
 from pdcompile.units import format_bytes, format_rate
-
-FULL = 0.9  # of a limit, from which memory is mentioned
-EVEN = 1.05  # times the mean, up to which stages are called balanced
 
 
 def named(share: Share) -> str:
@@ -40,61 +35,13 @@ def path_in_words(path: CriticalPath) -> str:
     return ", ".join(shown)
 
 
-def what_limits(plan: Plan, path: CriticalPath) -> Iterator[str]:
-    """Sentences for somebody who has a minute: the most important first."""
+def what_limits(path: CriticalPath) -> str:
+    """The sentence for somebody who has a minute."""
     first = path.decisive
     if first is None:
-        yield "No stage and no link takes time in this plan."
-    else:
-        subject = named(first)
-        yield (
-            f"{subject[0].upper()}{subject[1:]} limits this plan. Its critical path: "
-            f"{path_in_words(path)}."
-        )
-    yield from _balance(plan)
-    yield from _memory(plan)
-
-
-def _balance(plan: Plan) -> Iterator[str]:
-    loads = [
-        (stage.forward_seconds + stage.backward_pass_seconds) / stage.replicas
-        for stage in plan.stages
-    ]
-    mean = sum(loads) / len(loads)
-    if len(loads) < 2 or not mean:
-        return
-    slowest = max(range(len(loads)), key=loads.__getitem__)
-    more = loads[slowest] / mean - 1
-    if loads[slowest] <= EVEN * mean:
-        yield (
-            f"Stages are balanced: the slowest, stage {slowest}, computes {percent(more)} longer "
-            "than their mean."
-        )
-    else:
-        yield f"Stage {slowest} computes {percent(more)} longer than the mean of all stages."
-
-
-def _memory(plan: Plan) -> Iterator[str]:
-    rank = fullest(plan)[0]
-    total, limit = plan.ledgers[rank].total_bytes, plan.machines.devices[rank].memory_bytes
-    if not limit:
-        return
-    part = total / limit
-    if part > 1:
-        more = format_bytes(total - limit)
-        yield f"Rank {rank} needs {more} more than its limit of {format_bytes(limit)}."
-    elif part > FULL:
-        yield f"Memory is nearly full: rank {rank} needs {percent(part)} of its limit."
-
-
-def proved(plan: Plan) -> str:
-    """One sentence on how far a plan is from the best one."""
-    one = plan.certificate
-    if one.bound_seconds <= 0:
-        return "Nothing is proved of other plans: a faster one may exist."
-    if not one.gap:
-        return "Proved: among all plans of this kind, with these costs, none is faster."
-    return f"Proved: no plan of this kind saves more than {percent(one.gap)} of the time."
+        return "No stage and no link takes time in this plan."
+    subject = named(first)
+    return f"{subject[0].upper()}{subject[1:]} limits this plan."
 
 
 def gap_tile(one: Certificate) -> tuple[str, str]:
