@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.errors import ConfigError, InputError
+from pdcompile.runtime.state.whole_state import whole_groups
 from tests.helpers.changes import Rich
 from tests.helpers.launch import processes
 from tests.helpers.resuming import ADAMW, pipeline, same, train
@@ -86,6 +88,20 @@ def test_groups_keep_their_settings() -> None:
     with pytest.raises(InputError, match=r"in one group .* saved with (lr|weight_decay)="):
         one.load_optimizer_state_dict(state)
     assert not one.optimizer.state
+
+
+def test_groups_of_ranks_that_made_others_stay_apart() -> None:
+    """Where a rank has no parameters of a group, another one is in its place."""
+    made = [
+        NamedGroup(0, ("b",), {"lr": 1.0}, "AdamW"), NamedGroup(1, ("d",), {"lr": 2.0}, "AdamW"),
+        NamedGroup(0, ("c",), {"lr": 2.0}, "AdamW"), NamedGroup(0, ("e",), {"lr": 1.0}, "SGD"),
+        NamedGroup(0, ("a",), {"lr": 1.0}, "AdamW"), NamedGroup(1, (), {"lr": 3.0}, "AdamW"),
+        NamedGroup(2, (), {"lr": 4.0}, "AdamW"),
+    ]  # fmt: skip
+    assert whole_groups(made, {name: n for n, name in enumerate("abcde")}) == [
+        {"lr": 1.0, "params": ["a", "b"]}, {"lr": 2.0, "params": ["c"]},
+        {"lr": 1.0, "params": ["e"]}, {"lr": 2.0, "params": ["d"]}, {"lr": 4.0, "params": []},
+    ]  # fmt: skip
 
 
 def test_what_is_no_state_of_the_model_changes_nothing() -> None:

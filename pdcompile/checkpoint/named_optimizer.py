@@ -167,7 +167,7 @@ def _chosen_values(
     Where groups are others than they were, a group keeps its own rates (they are not among its
     values), and so what groups that were one differ in.
     """
-    of = {name: group for group in _joined(groups) for name in group.names}
+    of = {name: group for group in joined(groups) for name in group.names}
     parted = _parted(made or present, of)
     found: list[Mapping[str, Any]] = []
     for own in present:
@@ -180,7 +180,7 @@ def _chosen_values(
             )
         sources = list({id(of[name]): of[name] for name in own.names}.values())
         if not sources:  # a rank without parameters of this group: schedulers still see it
-            there = [g for g in _joined(groups) if g.place == own.place and _like(g, own)]
+            there = [g for g in joined(groups) if g.place == own.place and _like(g, own)]
             sources = there if len(there) == 1 else []
         kept = {key for one in sources for key in parted.get(id(one), ())}
         for other in sources:
@@ -213,7 +213,7 @@ def _like(one: NamedGroup, other: NamedGroup) -> bool:
     return one.kind == other.kind or not (one.kind and other.kind)
 
 
-def _joined(groups: Sequence[NamedGroup]) -> list[NamedGroup]:
+def joined(groups: Sequence[NamedGroup]) -> list[NamedGroup]:
     """Groups, with those of several stages that are in one place and have like values as one."""
     found: list[NamedGroup] = []
     for group in groups:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from pdcompile.checkpoint.extra_states import extra_states
 from pdcompile.checkpoint.manifest import HoldingKind
 from pdcompile.checkpoint.named_optimizer import (
     NamedGroup,
+    joined,
     named_groups,
     named_loading,
     names_of,
@@ -60,24 +61,31 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
     own = {f"{one.stage}/{n}": value for one, tensors in states for n, value in tensors.items()}
     if not session.is_first_part:
         told, own = [], {}
-    state, placed = dict[str, Any](), defaultdict[int, list[tuple[list[str], Any]]](list)
+    state, groups = dict[str, Any](), list[NamedGroup]()
     for rank, (theirs, came) in enumerate(exchange.collect(told, own)):
         where = f"the state of rank {rank}"
         for stage in theirs:
             tensor = partial(_of_stage, came, stage["stage"])
             state |= {f: decode(one, where, tensor) for f, one in stage["state"].items()}
             for n, group in enumerate(stage["groups"]):
-                placed[n].append((group["names"], decode(group["values"], where, tensor)))
+                values = decode(group["values"], where, tensor)
+                groups.append(NamedGroup(n, tuple(group["names"]), values, group["kind"]))
     if not session.is_first:
         return {}
     order = {fqn: n for n, fqn in enumerate(session.state.infos)}
-    groups = []
-    for _, held in sorted(placed.items()):
-        names = sorted((name for those, _ in held for name in those), key=order.__getitem__)
-        values = next(one for those, one in held if {*names[:1]} <= {*those})
-        groups.append({**values, "params": names})
     listed = {fqn: state[fqn] for fqn in order if state.get(fqn)}
-    return copy.deepcopy({"state": listed, "param_groups": groups})
+    return copy.deepcopy({"state": listed, "param_groups": whole_groups(groups, order)})
+
+
+def whole_groups(groups: list[NamedGroup], order: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Groups of the whole model, of those of its stages: ones with other settings stay apart."""
+    found = sorted(joined(groups), key=attrgetter("place"))
+    filled = {one.place for one in found if one.names}
+    return [
+        {**one.values, "params": sorted(one.names, key=order.__getitem__)}
+        for one in found
+        if one.names or one.place not in filled
+    ]
 
 
 def _of_stage(tensors: Mapping[str, Tensor], stage: int, name: str) -> Tensor:
