@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Event as Flag
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,19 +146,6 @@ def _run_all(queue: SimpleQueue[Deferred]) -> None:
         del one  # while nothing comes
 
 
-class DeviceMemory(NamedTuple):
-    """Bytes: the most that tensors had, the most that torch has reserved for them, what any
-    process could still have, and all there is.
-
-    What is neither free nor reserved is context, libraries, communicators and other processes.
-    """
-
-    peak: int
-    reserved: int
-    free: int
-    total: int
-
-
 class RankDevice:
     """The device of a process: the CPU, where what is computed is there when a call returns."""
 
@@ -191,10 +178,6 @@ class RankDevice:
     def pinned(self, num_bytes: int) -> Tensor:
         """Memory of the host from which `place` copies while the host goes on."""
         return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def memory(self) -> DeviceMemory | None:
-        """Use of the device's memory; None on the CPU."""
-        return None
 
     def drain(self) -> None:
         """Wait for what is queued."""
@@ -267,11 +250,6 @@ class QueuedDevice(RankDevice):
         found = self._cuda.Event(blocking=True)  # who waits for it sleeps
         found.record(stream)
         return found
-
-    def memory(self) -> DeviceMemory:
-        free, total = self._cuda.mem_get_info(self.device)
-        reserved = self._cuda.max_memory_reserved(self.device)
-        return DeviceMemory(self._cuda.max_memory_allocated(self.device), reserved, free, total)
 
     def drain(self) -> None:
         self._past(self._compute).synchronize()

@@ -24,7 +24,6 @@ from pdcompile.ir.value_checks import check_trained
 from pdcompile.options import Options
 from pdcompile.options.of_plan import completed
 from pdcompile.options.option_checks import (
-    check_no_homes,
     check_older_weights,
     check_target,
     check_trains,
@@ -231,7 +230,7 @@ class Pipeline(Saving):
             check_older_weights(session.plan.training.schedule, updates=kind == "step")
         updates = kind == "step" and session.optimizer is not None
         if not updates:
-            check_no_homes(session.plan, kind)
+            session.homes.check_none(kind)
         graph = compiled.capture.train
         check_trained(graph)
         self._goes_on()

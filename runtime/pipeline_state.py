@@ -16,7 +16,6 @@ from pdcompile.options.option_checks import check_unscaled
 from pdcompile.plan import Plan
 from pdcompile.position import Position
 from pdcompile.runtime.calls import Cut, check_sizes, needed_paths
-from pdcompile.runtime.device import DeviceMemory
 from pdcompile.runtime.session import Session, in_one_thread
 from pdcompile.runtime.shards import Shard, shards
 from pdcompile.runtime.state.exchange import Refused
@@ -130,11 +129,6 @@ class PipelineState(ModuleHints):
     def position(self) -> Position:
         """Numbers of minibatches trained on and evaluated, saved with the state."""
         return Position(self._num_minibatches, self._num_evaluations)
-
-    @property
-    def device_memory(self) -> DeviceMemory | None:
-        """Use of the GPU's memory, in bytes; None where stages run on the CPU."""
-        return self._running.device.memory()
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -30,7 +30,12 @@ from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.holdings import replica_buffers, resume_groups
 from pdcompile.runtime.state.load_checkpoint import Wanted, load, note_on_schedulers
 from pdcompile.runtime.state.save_checkpoint import save
-from pdcompile.runtime.state.whole_state import gather_optimizer, gather_state, load_optimizer
+from pdcompile.runtime.state.whole_state import (
+    gather_optimizer,
+    gather_state,
+    load_optimizer,
+    made_groups,
+)
 from pdcompile.schedule.program import RecordedEvent
 from pdcompile.warn import warn
 
@@ -230,6 +235,7 @@ class Saving(PipelineState):
         Every rank calls it; {} on the others.  The form is that of torch.distributed.checkpoint;
         a torch optimizer of the whole model loads it as it is.
         """
+        self._check_optimizer("full_optimizer_state_dict")
         with self._call("full_optimizer_state_dict") as session:
             session.drain(self._num_minibatches)
             return gather_optimizer(session, self._exchange, self._num_minibatches)
@@ -237,20 +243,26 @@ class Saving(PipelineState):
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of an optimizer of the whole model, on every rank: this process's part.
 
-        What `full_optimizer_state_dict` gave, of any plan, or the ``state_dict()`` of a torch
-        optimizer of the whole model.  Flushes first, so every rank calls it.
+        What `full_optimizer_state_dict` gave, of any plan, or torch's own
+        ``get_optimizer_state_dict``.  Flushes first, so every rank calls it.
 
         Raises:
             InputError: it is of a part of the model, or of another one; nothing was changed.
         """
+        self._check_optimizer("load_optimizer_state_dict")
+        with self._call("load") as session:
+            session.drain(self._num_minibatches)
+            made = made_groups(session, self._exchange)
+        load_optimizer(session, state, made)
+        session.end_call()
+
+    def _check_optimizer(self, call: str) -> None:
         if self.optimizer is None:
             raise ConfigError(
                 "there is no optimizer (optimizer=None)",
-                remedy="give compile an optimizer, or load the state into your own",
+                where=call,
+                remedy="give compile an optimizer, or ask your own",
             )
-        self.flush()
-        load_optimizer(self._running, state)
-        self._running.end_call()
 
     def record(self) -> None:
         """Note from now on when each instruction of this process's ranks begins and ends."""

@@ -81,7 +81,7 @@ class Session(Guarded):
         self.workers, self.streams = self._made.in_order, self._made.streams
         if world is not None:
             self.agreement = Agreement(self.workers[0].far, world, tuple(compiled.layout.dims))
-        self.homes = Homes(self.state, homes_of(options.optimizer, self.state), self.stepping)
+        self.homes = Homes(self.state, homes_of(options.optimizer, self.state))
         mine = model if world is None else self.state  # in a process alone, all of the model
         self.optimizer = self.homes.optimizer(options.optimizer, mine.named_parameters())
         if self.optimizer is not None:

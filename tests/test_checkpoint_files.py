@@ -141,7 +141,7 @@ def rename_tensor(data: Any, name: str) -> None:
 
 
 MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "another version": (lambda d: d.update(version=1), "version 1, and this pdcompile reads 2"),
+    "another version": (lambda d: d.update(version=1), "version 1, and this pdcompile reads 3"),
     "no version": (lambda d: d.pop("version"), "version None"),
     "a key too many": (lambda d: d.update(code="print()"), "unknown key"),
     "a key too few": (lambda d: d.pop("stages"), "'stages' is missing"),
@@ -318,7 +318,7 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
     [
         {"a": (1, [2.5, None], {3: "x"})}, float("inf"), 2**70, -(2**64), 1 + 2j, torch.float16,
         {"t": torch.ones(2, 2), "of": [torch.tensor(3)]}, True, {(1, 2): {4}},
-        deque([1, 2], maxlen=2), deque([1]), defaultdict(int, a=1), defaultdict(None, a=1),
+        deque([1, 2], maxlen=2), deque([1]), defaultdict(int, a=1), defaultdict(None, a=1), b"\xff",
     ],
 )  # fmt: skip
 def test_values_come_back_as_they_were(value: Any) -> None:
@@ -345,7 +345,7 @@ class Marked(torch.Tensor):
 
 @pytest.mark.parametrize(
     "value",
-    [object(), print, b"x", torch.eye(2).to_sparse(), defaultdict(lambda: 1),
+    [object(), print, bytearray(b"x"), torch.eye(2).to_sparse(), defaultdict(lambda: 1),
      torch.ones(2).as_subclass(Marked)],
 )  # fmt: skip
 def test_values_that_no_file_without_code_holds(value: Any) -> None:

@@ -124,9 +124,7 @@ def test_parameters_stay_the_same_objects_and_move() -> None:
         assert gpu.memory(result.outputs).kind == "device"
         assert all(gpu.memory(one).kind == "host" for one in pipe.full_state_dict().values())
         assert weight.grad is None
-        assert pipe.device_memory == (1000, 2000, 10**9, 2 * 10**9)
     assert gpu.violations == []
-    assert compiled(mlp, stages=2).prepare().device_memory is None
 
 
 ABSENT = """

@@ -188,14 +188,14 @@ def test_an_empty_tensor_comes_back() -> None:
     [
         ("torch", lambda state: state[:100]),
         ("torch", lambda state: "text"),
-        ("random", lambda state: (3, state[1][:-1], None)),
-        ("random", lambda state: (3, (*state[1][:-1], 10**6), None)),
-        ("numpy", lambda state: (state[0], state[1], 10**6, 0, 0.0)),
-        ("numpy", lambda state: (state[0], state[1], -1, 0, 0.0)),
-        ("numpy", lambda state: (state[0], [-1] * 624, 1, 0, 0.0)),
-        ("numpy", lambda state: (state[0], state[1][:10], 1, 0, 0.0)),
-        ("numpy", lambda state: None),
-        ("other", lambda state: None),
+        ("python", lambda state: ((3, state[0][1][:-1], None), state[1])),
+        ("python", lambda state: ((3, (*state[0][1][:-1], 10**6), None), state[1])),
+        ("python", lambda state: (state[0], (state[1][0], 10**6, 0, 0.0))),
+        ("python", lambda state: (state[0], (state[1][0], -1, 0, 0.0))),
+        ("python", lambda state: (state[0], (state[1][0][:40], 1, 0, 0.0))),
+        ("python", lambda state: (state[0], (state[1][0][:41], 1, 0, 0.0))),
+        ("python", lambda state: (state[0], ("text", 1, 0, 0.0))),
+        ("python", lambda state: None),
     ],
 )
 def test_states_of_generators_that_are_none(name: str, change: Callable[[Any], Any]) -> None:

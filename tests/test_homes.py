@@ -216,7 +216,7 @@ def test_homes_that_cannot_be(options: dict[str, Any], what: str) -> None:
 
 def test_gradients_without_an_update_are_refused() -> None:
     ids = torch.randint(256, (8, 16))
-    with pytest.raises(ConfigError, match="on one replica alone"):
+    with pytest.raises(ConfigError, match="stepped at their homes"):
         gpt(updates="home").forward_backward(ids, target=ids)
 
 
@@ -289,7 +289,7 @@ BYTES = """
     try:
         pipe.optimizer.step()
     except pdcompile.PdcompileError as error:
-        assert "updates='home'" in str(error)
+        assert "updates='every'" in str(error)
         print("REFUSED")
 """
 

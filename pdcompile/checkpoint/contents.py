@@ -32,46 +32,7 @@ from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Accumulated, Position
 
 
-class OptimizerStates:
-    """States of the optimizers of all stages: of a checkpoint, or gathered.
-
-    Args:
-        tensor: reads a tensor of a stage's optimizer; one that it has in two places is one again.
-
-    Raises:
-        CheckpointError: everywhere, for what is malformed or missing.
-    """
-
-    def __init__(
-        self,
-        place: Path | str,
-        stages: Sequence[StageState],
-        tensor: Callable[[StageState, str], Tensor],
-    ) -> None:
-        self.place, self._stages, self._tensor = place, stages, tensor
-
-    def optimizer_state(self, name: str) -> dict[str, Any]:
-        """State that the optimizer keeps of a parameter; {}: none."""
-        where = f"{self.place}: optimizer state of {name}"
-        for stage in self._stages:
-            if name in stage.state:
-                read = partial(self._tensor, stage)
-                return _dict(stage.state[name], where, "the optimizer's state is", read)
-        return {}
-
-    def groups(self) -> list[NamedGroup]:
-        """The optimizer's param_groups, stage after stage."""
-        found = []
-        for stage in self._stages:
-            for n, group in enumerate(stage.groups):
-                where = f"{self.place}: stages[{stage.stage}].groups[{n}]"
-                read = partial(self._tensor, stage)
-                values = _dict(group.values, where, "the optimizer's settings are", read)
-                found.append(NamedGroup(n, group.names, values, group.kind))
-        return found
-
-
-class Contents(OptimizerStates):
+class Contents:
     """A checkpoint that is read tensor by tensor, each compared with its checksum.
 
     Raises:
@@ -80,12 +41,11 @@ class Contents(OptimizerStates):
 
     def __init__(self, place: Path) -> None:
         self.manifest: Manifest = read_manifest(place)
-        super().__init__(place, self.manifest.stages, self._of_optimizer)
-        self.place: Path = place
+        self.place = place
         self._files: dict[str, TensorFile] = {}
         self._read: dict[str, dict[str, Tensor]] = {}  # of the optimizer, by file
         self._weights: dict[str, StoredTensor] = {}
-        self._trained = {name: one for one in self._stages for name in one.trained}
+        self._trained = {name: one for one in self.manifest.stages for name in one.trained}
         self._placed: dict[tuple[str, str], StoredFile] = {}  # by `Holding.place`
         for stage in self.manifest.stages:
             self._weights |= {one.name: one for one in stage.weights.tensors}
@@ -180,6 +140,26 @@ class Contents(OptimizerStates):
         return Accumulated(stage.waiting, self.tensor(holding) if holding in self else None)
 
     # -- the optimizer -------------------------------------------------------------------------
+
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """State that the optimizer keeps of a parameter; {}: none."""
+        where = f"{self.place}: optimizer state of {name}"
+        for stage in self.manifest.stages:
+            if name in stage.state:
+                read = partial(self._of_optimizer, stage)
+                return _dict(stage.state[name], where, "the optimizer's state is", read)
+        return {}
+
+    def groups(self) -> list[NamedGroup]:
+        """The optimizer's param_groups, stage after stage."""
+        found = []
+        for stage in self.manifest.stages:
+            for n, group in enumerate(stage.groups):
+                where = f"{self.place}: stages[{stage.stage}].groups[{n}]"
+                read = partial(self._of_optimizer, stage)
+                values = _dict(group.values, where, "the optimizer's settings are", read)
+                found.append(NamedGroup(n, group.names, values, group.kind))
+        return found
 
     def _of_optimizer(self, stage: StageState, name: str) -> Tensor:
         ending, _ = HoldingKind.OPTIMIZER.value

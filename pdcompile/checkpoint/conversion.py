@@ -1,11 +1,7 @@
-"""Checkpoints without a pipeline: in plain PyTorch, and as plain safetensors files.
-
-The files are those that transformers and `weights=` read.
-"""
+"""Checkpoints without a pipeline: in plain PyTorch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -16,16 +12,13 @@ from torch import Tensor, nn
 
 from pdcompile.checkpoint.contents import Contents, open_checkpoint
 from pdcompile.checkpoint.extra_states import set_extra_states
-from pdcompile.checkpoint.folder import unwritten, write_tensors
 from pdcompile.checkpoint.manifest import Holding, HoldingKind
 from pdcompile.checkpoint.named_optimizer import NamedGroup, named_loading, names_of
 from pdcompile.eager.optimizers import Optimizers
 from pdcompile.errors import CheckpointError, InputError
-from pdcompile.files import write_whole
 from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Position
 from pdcompile.weights.source import slots
-from pdcompile.weights.tensor_files import INDEX
 
 
 def load_checkpoint(
@@ -121,38 +114,3 @@ def optimizer_loading(
     except InputError as error:
         where = f"{contents.place}: {error.where}"
         raise CheckpointError(error.message, where=where, remedy=error.remedy) from error
-
-
-def convert(source: Path, output: Path) -> list[str]:
-    """Write the weights of a checkpoint as plain safetensors.
-
-    Args:
-        source: what `pipe.save` was given, or one checkpoint in it.
-        output: a .safetensors file; else a folder for a file a stage and their index, of which
-            one at a time is in memory.
-
-    Returns:
-        The names that were written.
-
-    Raises:
-        CheckpointError: the source is none or is damaged; or the output cannot be written.
-    """
-    contents = open_checkpoint(source)
-    of_stages = [[one.name for one in stage.weights.tensors] for stage in contents.manifest.stages]
-    names = [name for part in of_stages for name in part]
-    alone = output.suffix == ".safetensors"
-    files = {output: names} if alone else {
-        output / f"model-{n:05d}.safetensors": part for n, part in enumerate(of_stages) if part
-    }  # fmt: skip
-    size = 0
-    with unwritten(output):
-        (output.parent if alone else output).mkdir(parents=True, exist_ok=True)
-        for path, part in files.items():
-            tensors = {name: contents.tensor(Holding(HoldingKind.WEIGHT, name)) for name in part}
-            write_tensors(path, tensors, contents.manifest.identity)
-            size += sum(value.nbytes for value in tensors.values())
-        if not alone:
-            index = {name: path.name for path, part in files.items() for name in part}
-            document = {"metadata": {"total_size": size}, "weight_map": index}
-            write_whole(output / INDEX, json.dumps(document, indent=2).encode())
-    return names

@@ -13,19 +13,19 @@ program that shuffles or makes its data from a global generator goes on where it
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
 from pdcompile.checkpoint.manifest import ANOTHER, StoredScheduler
 from pdcompile.checkpoint.named_optimizer import named_groups
 from pdcompile.checkpoint.plain_values import Encoder, decode
+from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import CheckpointError, InputError, errors_as
+from pdcompile.ir import python_draws
 from pdcompile.warn import warn
 
 _SUFFIX = "_extra_state"
@@ -121,12 +121,7 @@ def fitting_state(parts: Sequence[StoredScheduler], own: Sequence[Names]) -> Any
 
 def generator_states() -> Any:
     """JSON of the default generators of torch (CPU), random and numpy in this process."""
-    kind, keys, position, has_normal, normal = np.random.get_state(legacy=True)
-    states = {
-        "torch": torch.get_rng_state(),
-        "random": random.getstate(),
-        "numpy": (str(kind), [int(key) for key in keys], position, has_normal, normal),
-    }
+    states = {"torch": torch.get_rng_state(), "python": python_draws.states()}
     return Encoder(inline=True).encode(states, "random_state")
 
 
@@ -137,28 +132,16 @@ def states_of(data: Any, where: str) -> dict[str, Any]:
         CheckpointError: they are none.
     """
     found = decode(data, where)
-    try:  # on generators that nobody draws from
-        if set(found) != {"torch", "random", "numpy"}:
-            raise ValueError(found)
-        _set(found, torch.Generator(), random.Random(), np.random.RandomState())
-    except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(
-            "the states of the random number generators are malformed",
-            where=where,
-            remedy=ANOTHER,
-        ) from error
+    said = "the states of the random number generators are malformed"
+    with preserved_rng(), errors_as(CheckpointError, said, where, ANOTHER, Exception):
+        _, of_numpy = found["python"]
+        if of_numpy is not None and not 0 <= of_numpy[1] <= len(of_numpy[0]) // 4:
+            raise ValueError(of_numpy[1])  # numpy would read beyond its memory
+        restore(found)
     return dict(found)
 
 
 def restore(states: dict[str, Any]) -> None:
     """Set this process's generators to these states."""
-    _set(states, torch.default_generator, random, np.random)
-
-
-def _set(states: dict[str, Any], of_torch: Any, of_python: Any, of_numpy: Any) -> None:
-    of_torch.set_state(states["torch"])
-    of_python.setstate(states["random"])
-    kind, keys, position, *rest = states["numpy"]
-    if not 0 <= position <= len(keys):  # numpy would read beyond them
-        raise ValueError(position)
-    of_numpy.set_state((kind, np.array(keys, dtype=np.uint32), position, *rest))
+    torch.set_rng_state(states["torch"])
+    python_draws.restore(states["python"])

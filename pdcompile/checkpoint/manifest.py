@@ -43,7 +43,7 @@ class Holding(NamedTuple):
         return file.format(number=self.number), key.format(name=self.name, number=self.number)
 
 
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 ANOTHER = "load another checkpoint of the folder"  # the remedy where one is damaged

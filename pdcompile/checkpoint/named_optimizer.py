@@ -88,49 +88,31 @@ def named_state(
     return found
 
 
-def read_whole(given: Any, numbered: Sequence[Sequence[str]]) -> tuple[list[NamedGroup], Any]:
-    """Groups and state by name, of what an optimizer of the whole model has as state.
-
-    Args:
-        given: by names, or numbered as torch does.
-        numbered: the names of an optimizer of the whole model, group by group, in its order.
+def read_named(given: Any) -> tuple[list[NamedGroup], Any]:
+    """Groups and state by name, of what `full_optimizer_state_dict` gave.
 
     Raises:
-        InputError: it is none, or one of a part of the model.
+        InputError: it is none, or numbers parameters.
     """
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         raise InputError(
             f"an optimizer's state is a dict with 'state' and 'param_groups', and this is "
             f"{type(given).__name__}",
             where="load_optimizer_state_dict",
-            remedy="give what full_optimizer_state_dict() returned on rank 0, or the state_dict() "
-            "of an optimizer of the whole model",
+            remedy="give what full_optimizer_state_dict() returned on rank 0",
         )
     groups = given["param_groups"]
-    if all(isinstance(name, str) for group in groups for name in group["params"]):
-        parts = [(group["params"], group) for group in groups]
-        state = given["state"]
-    else:
-        own = [len(names) for names in numbered]
-        theirs = [len(group["params"]) for group in groups]
-        if own != theirs:
-            raise InputError(
-                f"the state has {_parameters(theirs)}, an optimizer of the whole model has "
-                f"{_parameters(own)}: it is of one rank's stages, cut in another way, or of "
-                "another model",
-                where="load_optimizer_state_dict",
-                remedy="save pipe.full_optimizer_state_dict(), which is of the whole model and "
-                "fits every plan; a part fits the same plan: pipe.optimizer.load_state_dict(part)",
-            )
-        parts = list(zip(numbered, groups, strict=True))
-        of = {
-            n: name
-            for names, group in parts
-            for n, name in zip(group["params"], names, strict=True)
-        }
-        state = {of[n]: values for n, values in given["state"].items() if n in of}
-    found = [NamedGroup(n, tuple(names), settings(group)) for n, (names, group) in enumerate(parts)]
-    return found, state
+    if not all(isinstance(name, str) for group in groups for name in group["params"]):
+        raise InputError(
+            "the state has numbers of parameters, and which are whose depends on the plan",
+            where="load_optimizer_state_dict",
+            remedy="save pipe.full_optimizer_state_dict(), which has names and fits every plan; of "
+            "an optimizer in plain PyTorch get_optimizer_state_dict(model, optimizer) has them "
+            "(torch.distributed.checkpoint.state_dict); what pipe.optimizer.state_dict() gave fits "
+            "the same plan: pipe.optimizer.load_state_dict(part)",
+        )
+    found = [NamedGroup(n, tuple(one["params"]), settings(one)) for n, one in enumerate(groups)]
+    return found, given["state"]
 
 
 def _parameters(counts: Sequence[int]) -> str:
@@ -185,7 +167,7 @@ def _chosen_values(
     Where groups are others than they were, a group keeps its own rates (they are not among its
     values), and so what groups that were one differ in.
     """
-    of = {name: group for group in _joined(groups) for name in group.names}
+    of = {name: group for group in joined(groups) for name in group.names}
     parted = _parted(made or present, of)
     found: list[Mapping[str, Any]] = []
     for own in present:
@@ -198,7 +180,7 @@ def _chosen_values(
             )
         sources = list({id(of[name]): of[name] for name in own.names}.values())
         if not sources:  # a rank without parameters of this group: schedulers still see it
-            there = [g for g in _joined(groups) if g.place == own.place and _like(g, own)]
+            there = [g for g in joined(groups) if g.place == own.place and _like(g, own)]
             sources = there if len(there) == 1 else []
         kept = {key for one in sources for key in parted.get(id(one), ())}
         for other in sources:
@@ -231,7 +213,7 @@ def _like(one: NamedGroup, other: NamedGroup) -> bool:
     return one.kind == other.kind or not (one.kind and other.kind)
 
 
-def _joined(groups: Sequence[NamedGroup]) -> list[NamedGroup]:
+def joined(groups: Sequence[NamedGroup]) -> list[NamedGroup]:
     """Groups, with those of several stages that are in one place and have like values as one."""
     found: list[NamedGroup] = []
     for group in groups:

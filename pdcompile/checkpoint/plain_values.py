@@ -63,6 +63,8 @@ class Encoder:
             return {"complex": str(value)}
         if kind is torch.dtype:
             return {"dtype": dtype_name(value)}
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode()}
         tag = _TAGS.get(kind)
         if kind is defaultdict:  # its factory may have no hash
             tag = next((t for one, t in _DEFAULTS.items() if one is value.default_factory), None)
@@ -175,13 +177,14 @@ _NUMBERS: dict[str, Callable[[Any], Any]] = {
     "float": {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__,
     "complex": complex,
     "dtype": lambda name: _DTYPES[name],
+    "bytes": partial(base64.b64decode, validate=True),
     "values": _values,
 }
 
 
 def _cannot(value: Any, name: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"a value {why}, and a checkpoint holds tensors, numbers, text, lists and dicts: "
+        f"a value {why}, and a checkpoint holds tensors, numbers, text, bytes, lists and dicts: "
         f"{str(value)[:60]!r}",
         where=name,
         remedy="keep another form of it in the state, or save that part yourself",

@@ -1,4 +1,4 @@
-"""``pdcompile checkpoint``: look at checkpoints, and turn them into plain safetensors files."""
+"""``pdcompile checkpoint``: look at checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdcompile.cli.app import app
-from pdcompile.cli.options import argument, verb, written_to
+from pdcompile.cli.options import argument, verb
 from pdcompile.cli.output import EXIT_BAD_INPUT, Result
 from pdcompile.units import format_bytes
 
@@ -20,8 +20,8 @@ CheckpointFolder = Annotated[Path, argument("FOLDER", "What pipe.save wrote, or 
 group = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Look at the checkpoints of a training, and turn them into plain safetensors files.\n\n"
-    "Example:\n\n  pdcompile checkpoint show checkpoints --verify",
+    help="Look at the checkpoints of a training.\n\nExample:\n\n"
+    "  pdcompile checkpoint show checkpoints --verify",
 )
 app.add_typer(group, name="checkpoint")
 
@@ -113,26 +113,3 @@ def checkpoint_report(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     if "damaged" in document:
         damaged = [f"damaged: {one}" for one in document["damaged"]]
         yield from damaged or ["every byte is as written"]
-
-
-@verb(group)
-def convert(
-    source: CheckpointFolder,
-    output: Annotated[
-        Path, written_to("A .safetensors file, or a folder for several with their index.", "PATH")
-    ],
-) -> Result:
-    """Write the weights in FOLDER as plain safetensors, under the model's names.
-
-    transformers reads them (from_pretrained, with the model's config.json beside them), and so
-    does --weights. Of tied parameters there is one.
-
-    Example:
-
-      pdcompile checkpoint convert checkpoints -o model.safetensors
-    """
-    from pdcompile.checkpoint.conversion import convert as converted
-
-    names = converted(source, output)
-    document = {"status": "done", "output": str(output), "tensors": len(names)}
-    return Result(document, [f"{len(names)} tensors in {output}"])

@@ -11,7 +11,6 @@ from pdcompile.options import Options
 from pdcompile.options.chosen_schedule import chosen_schedule
 from pdcompile.options.table import ROWS
 from pdcompile.options.values import Finding, refuse
-from pdcompile.plan import Plan
 from pdcompile.problem.constraints import Split
 from pdcompile.schedule.registry import KINDS, allowed, find, flush_schedules, kind_of
 
@@ -105,22 +104,6 @@ def check_older_weights(schedule: str, *, updates: bool) -> None:
             f"schedule={schedule!r} computes gradients on older weights, which means nothing "
             "without updates",
             remedy=f"call step with an optimizer=, or use a flush schedule ({flush_schedules()})",
-        )
-
-
-def check_no_homes(plan: Plan, call: str) -> None:
-    """Refuse a call on gradients without an update where only homes get gradients.
-
-    Raises:
-        ConfigError: names the `call`.
-    """
-    replicated = any(stage.replicas > 1 for stage in plan.stages)
-    if replicated and plan.training.updates == "home":
-        raise ConfigError(
-            "with updates='home' the gradient of each parameter is on one replica alone, for the "
-            "update that `step` makes there",
-            where=call,
-            remedy="call step; or updates='every'",
         )
 
 

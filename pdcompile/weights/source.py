@@ -12,6 +12,7 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, TypeAlias
@@ -53,6 +54,19 @@ def registered(model: nn.Module, *, shared: bool = True) -> Iterator[Registered]
                     kept = not is_buffer or leaf not in module._non_persistent_buffers_set
                     name = f"{path}.{leaf}" if path else leaf
                     yield Registered(table, leaf, is_buffer, kept, name, tensor)
+
+
+@contextmanager
+def replaced(pairs: Iterable[tuple[Registered, Tensor]]) -> Iterator[None]:
+    """Context in which a module has other tensors in the places of some of its own."""
+    listed = [(one.table, one.leaf, one.table[one.leaf], tensor) for one, tensor in pairs]
+    try:
+        for table, leaf, _, tensor in listed:
+            table[leaf] = tensor
+        yield
+    finally:
+        for table, leaf, own, _ in listed:
+            table[leaf] = own
 
 
 @dataclass(frozen=True, slots=True)

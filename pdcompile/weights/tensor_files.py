@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pdcompile.errors import ConfigError, PdcompileError, errors_as
-from pdcompile.files import read_limited
+from pdcompile.files import read_limited, write_whole
 from pdcompile.jsonio import loads
 
 INDEX = "model.safetensors.index.json"
@@ -126,7 +127,8 @@ def _contents(place: Path) -> dict[str, Path]:
         for name in (INDEX, SINGLE):
             if (place / name).is_file():
                 return _contents(place / name)
-        others = sorted(file.name for file in place.glob("*.safetensors*"))
+        files = (*place.glob("*.safetensors*"), *place.glob(f"*/{INDEX}"))  # those of checkpoints
+        others = sorted(str(file.relative_to(place)) for file in files)
         raise ConfigError(
             f"the folder holds neither {INDEX} nor {SINGLE}",
             where=f"weights: {place}",
@@ -148,6 +150,12 @@ def _contents(place: Path) -> dict[str, Path]:
 
 
 _CONVERT = "write one once: safetensors.torch.save_file(state_dict, 'model.safetensors')"
+
+
+def write_index(folder: Path, file_of: Mapping[str, str]) -> None:
+    """Write an index of the files in a folder, by the names of tensors.  Raises OSError."""
+    document = {"metadata": {}, "weight_map": file_of}
+    write_whole(folder / INDEX, json.dumps(document, indent=2).encode())
 
 
 def _index(place: Path) -> dict[str, Path]:

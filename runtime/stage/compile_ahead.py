@@ -8,8 +8,7 @@ user's comes of it.  Neither a loss_fn nor an opaque module is run, which may do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.stage_run import Microbatch, StageRun
 from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.warn import warn
+from pdcompile.weights.source import registered, replaced
 
 
 def compile_ahead(
@@ -46,22 +46,12 @@ def _zeros(port: Port, size: int, device: torch.device) -> Tensor:
     return torch.empty_permuted(shape, [*order], dtype=dtype, device=device).zero_()
 
 
-@contextmanager
-def _apart(module: nn.Module) -> Iterator[None]:
+def _apart(module: nn.Module) -> AbstractContextManager[None]:
     """Context in which a stage has Parameters of its own, and copies of its buffers."""
-    tables: list[dict[str, Any]] = []
-    for one in module.modules():
-        tables += one._parameters, one._buffers
-    before = [(t, name, one) for t in tables for name, one in t.items() if one is not None]
-    own: dict[int, Tensor] = {}  # by id: one may have several names
-    for table, name, one in before:
-        if id(one) not in own:
-            is_parameter, data = isinstance(one, nn.Parameter), one.detach()
-            made = nn.Parameter(data, one.requires_grad) if is_parameter else data.clone()
-            own[id(one)] = made.requires_grad_(one.requires_grad)
-        table[name] = own[id(one)]
-    try:
-        yield
-    finally:
-        for table, name, one in before:
-            table[name] = one
+    held, own = [*registered(module)], dict[int, Tensor]()  # by id: one may have several names
+    for one in held:
+        if id(one.tensor) not in own:
+            data, trained = one.tensor.detach(), one.tensor.requires_grad
+            made = data.clone() if one.is_buffer else nn.Parameter(data, trained)
+            own[id(one.tensor)] = made.requires_grad_(trained)
+    return replaced((one, own[id(one.tensor)]) for one in held)

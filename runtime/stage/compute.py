@@ -37,7 +37,7 @@ from pdcompile.runtime.stage.gradients import absent, is_absent
 from pdcompile.runtime.stage.host_memory import brought, take_home
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.contract import Expected, check_tensor
-from pdcompile.weights.source import Registered
+from pdcompile.weights.source import Registered, replaced
 
 Leaves = dict[str, Any]  # of the caller's, by path
 
@@ -53,18 +53,6 @@ class Kept:
     given: list[Any]
     leaves: Leaves
     buffers: list[tuple[Registered, Tensor]]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context in which the stage has the copies in the place of its buffers."""
-        present = [one.table[one.leaf] for one, _ in self.buffers]
-        try:
-            for one, copy in self.buffers:
-                one.table[one.leaf] = copy
-            yield
-        finally:
-            for (one, _), buffer in zip(self.buffers, present, strict=True):
-                one.table[one.leaf] = buffer
 
 
 @dataclass(slots=True)
@@ -194,7 +182,7 @@ class Compute:
     def _again(self, feed: Feed, microbatch: int, version: int, kept: Kept) -> Flight:
         """Run the stage a second time, for the graph that the first run did not keep."""
         module = self._weights.module(version, feed.wiring.training)
-        with kept.restored():
+        with replaced(kept.buffers):
             flight, _ = self._run(feed, microbatch, module, kept.given, kept.leaves)
         return flight
 

@@ -11,8 +11,8 @@ keeps versions of them, need not know of homes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from math import nan
 from types import MethodType
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.optimizers import make_optimizer, members
-from pdcompile.errors import ConfigError, some
+from pdcompile.errors import ConfigError
 from pdcompile.runtime.state.model_state import State
 from pdcompile.units import format_bytes
 from pdcompile.weights.source import like
@@ -35,14 +35,10 @@ class Homes:
 
     `of`: the part that is the home of each that is stepped whole.  `wholes`: what the optimizer has
     in place of slices, and of parameters whose home is another replica.
-    `stepping`: context of steps that the user makes, with gradients of these parameters.
     """
 
-    def __init__(
-        self, state: State, of: Mapping[str, int],
-        stepping: Callable[[Iterable[str]], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
-        self.of, self._state, self._stepping = of, state, stepping
+    def __init__(self, state: State, of: Mapping[str, int]) -> None:
+        self.of, self._state = of, state
         held = {fqn: one for fqn, one in state.named_parameters() if one.requires_grad}
         self._absent = {fqn for fqn in held if not state.updated_here(fqn)}
         self._slices = {f: one for f, one in held.items() if f in of or f in self._absent}
@@ -83,7 +79,7 @@ class Homes:
         made = make_optimizer(build, own, others, state.buffer)
         self._let_go(self.wholes)
         for one in {made, *members(made)} if made is not None and self.wholes else ():
-            self._follow(one)
+            self._refuse_others(one)
         return made
 
     def at_home(self, fqn: str) -> bool:
@@ -142,34 +138,28 @@ class Homes:
         for whole in (self.wholes[fqn] for fqn in names if self.at_home(fqn)):
             whole.data = whole.new_full((), nan).expand(whole.shape)
 
-    def _follow(self, one: torch.optim.Optimizer) -> None:
-        """Let what the user does with an optimizer, in a loop of theirs, mean slices too."""
-        step, zero = one.step, one.zero_grad
-        held = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-        slices = {fqn: self._slices[fqn] for fqn, one in self.wholes.items() if id(one) in held}
+    def check_none(self, call: str) -> None:
+        """Raise ConfigError for a call on gradients without an update, which homes do not get."""
+        if self.of or self._state.at_replicas:
+            raise _only_step(call)
+
+    def _refuse_others(self, one: torch.optim.Optimizer) -> None:
+        """Refuse steps of an optimizer that the user makes: homes have no gradients then."""
+        step = one.step
 
         def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._updating:
-                return step(*args, **kwargs)
-            if self._absent:
-                raise ConfigError(
-                    "with updates='home' this optimizer has only the parameters that this rank "
-                    f"updates, and {some([*self._absent])} are not among them",
-                    where="optimizer.step",
-                    remedy="leave updates to pipe.step(...); or updates='every'",
-                )
-            given = {f: (own, own.grad) for f, own in slices.items() if own.grad is not None}
-            with self._stepping(given), self.update(given.values()) as wholes:
-                for whole, gradient in wholes:
-                    whole.grad = gradient
-                result = step(*args, **kwargs)
-                for whole, _ in wholes:
-                    whole.grad = None
-            return result
+            if not self._updating:
+                raise _only_step("optimizer.step")
+            return step(*args, **kwargs)
 
-        def zeroed(_: Any, *args: Any, **kwargs: Any) -> None:
-            zero(*args, **kwargs)
-            if slices:
-                torch.optim.SGD(slices.values(), lr=0.0).zero_grad(*args, **kwargs)
+        vars(one).update(step=MethodType(stepped, one))
 
-        vars(one).update(step=MethodType(stepped, one), zero_grad=MethodType(zeroed, one))
+
+def _only_step(call: str) -> ConfigError:
+    return ConfigError(
+        "parameters are stepped at their homes, to which an update of `step` brings gradients",
+        where=call,
+        remedy="leave updates to pipe.step(...); or updates='every', and for stages with parts an "
+        "optimizer that updates each element by itself (AdamW), or optimizer=None and one of yours "
+        "for pipe.parameters(), which are slices there",
+    )

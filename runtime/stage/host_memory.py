@@ -31,7 +31,7 @@ from pdcompile.runtime.stage.weights import Shared
 from pdcompile.runtime.state.model_state import State
 from pdcompile.runtime.transport.launch import WAIT, World
 from pdcompile.schedule.spec import PipelineSpec
-from pdcompile.weights.source import like, registered
+from pdcompile.weights.source import like, registered, replaced
 
 _LINE = 64  # bytes between two tensors, of a cache line
 _mapped: set[str] = set()  # paths, in this process
@@ -84,7 +84,7 @@ def shared_weights(
             found[fqn] = Shared(one, versions, own, state.updated_here(fqn))
             for version in versions:  # all processes write the same values
                 version.copy_(one.data)
-    _meet(world, "moved")
+    world.told("moved")
     if file is not None:
         file.close()
     for shared in found.values():
@@ -105,19 +105,14 @@ def _alone(state: State, fqn: str, count: int, device: RankDevice) -> Shared:
 def brought(module: nn.Module, device: RankDevice) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
     """Context in which a stage has copies on the device of its weights that rest on the host: the
     copy of each."""
-    resting = [one for one in registered(module) if devices.on_host(one.tensor)]
-    copies = dict[nn.Parameter, nn.Parameter]()
-    for one in resting:
-        if not one.is_buffer and one.tensor not in copies:
-            there = device.place(one.tensor.data, pinned=True)
-            copies[cast(nn.Parameter, one.tensor)] = cast(nn.Parameter, like(one.tensor, there))
-    try:
-        for one in resting:
-            one.table[one.leaf] = copies.get(cast(nn.Parameter, one.tensor), one.tensor)
+    held = [(one, one.tensor) for one in registered(module)]
+    resting = [(o, p) for o, p in held if isinstance(p, nn.Parameter) and devices.on_host(p)]
+    copies = {
+        own: cast(nn.Parameter, like(own, device.place(own.data, pinned=True)))
+        for own in dict.fromkeys(own for _, own in resting)
+    }
+    with replaced((one, copies[own]) for one, own in resting):
         yield copies
-    finally:
-        for one in resting:
-            one.table[one.leaf] = one.tensor
 
 
 def take_home(copies: dict[nn.Parameter, nn.Parameter], device: RankDevice) -> None:
@@ -154,10 +149,3 @@ def _file(world: World, size: int) -> tuple[str, Any]:
     with world.peers.log.meeting():
         world.store.wait([key], WAIT)
     return world.store.get(key).decode(), file
-
-
-def _meet(world: World, name: str) -> None:
-    keys = [f"{name}/{process}" for process in range(world.size)]
-    world.store.set(keys[world.process], "")
-    with world.peers.log.meeting():
-        world.store.wait(keys, WAIT)

@@ -26,8 +26,8 @@ from pdcompile.checkpoint.extra_states import (
     states_of,
 )
 from pdcompile.checkpoint.manifest import Holding, HoldingKind, StoredScheduler
-from pdcompile.checkpoint.named_optimizer import NamedGroup, named_groups, names_of
-from pdcompile.checkpoint.plain_values import Encoder, decode
+from pdcompile.checkpoint.named_optimizer import NamedGroup
+from pdcompile.checkpoint.plain_values import decode
 from pdcompile.errors import CheckpointError, errors_as, some
 from pdcompile.position import Accumulated
 from pdcompile.runtime.session import Session
@@ -39,6 +39,7 @@ from pdcompile.runtime.state.holdings import (
     older_versions,
     resume_groups,
 )
+from pdcompile.runtime.state.whole_state import made_groups
 from pdcompile.warn import warn
 
 
@@ -66,7 +67,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
         return ["" if found.place == folder else found.place.name, found.manifest.identity]
 
     name, identity = exchange.of_first(opened)
-    made = _made(session, exchange)
+    made = made_groups(session, exchange)
     begun: list[Loading] = []
 
     def part() -> None:
@@ -90,21 +91,6 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
     for note in begun[0].notes if session.is_first else ():
         warn(note)
     return begun[0].contents
-
-
-def _made(session: Session, exchange: Exchange) -> list[NamedGroup]:
-    """The optimizers' groups of all ranks."""
-    made = session.optimizer
-    own = [] if made is None else named_groups(made, names_of(all_parameters(session)))
-    if session.world is None:
-        return own
-    encoder = Encoder(inline=True)
-    told = [[g.place, g.names, encoder.encode(g.values, "groups"), g.kind] for g in own]
-    return [
-        NamedGroup(place, tuple(names), decode(values, "groups"), kind)
-        for groups in exchange.everywhere(told)
-        for place, names, values, kind in groups
-    ]
 
 
 class Loading:

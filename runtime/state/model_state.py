@@ -6,7 +6,6 @@ weights of rank 0, as after one process had built the model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
@@ -27,7 +26,7 @@ from pdcompile.options import Options
 from pdcompile.problem.deployment import balanced_homes
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.launch import WAIT, World
+from pdcompile.runtime.transport.launch import World
 from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.runtime.watch.same_model import allow_forward
 from pdcompile.schedule.registry import flush_schedules
@@ -148,10 +147,13 @@ class State:
         mine = set(ranks)
         self._elsewhere = {f for f, holders in self._holders.items() if mine.isdisjoint(holders)}
         self.homes = homes_of_replicas(compiled, self.infos)
+        spec = compiled.stream.spec
+        #: replicas have homes of their own
+        self.at_replicas = any(map(spec.gathers, range(len(spec.ranks))))
         homes = {f: ranks[self.homes.get(f, 0)] for f, ranks in self._owners.items()}
         self.owned = [
             [f for f, i in self.infos.items() if i.requires_grad and homes[f] == rank]
-            for rank in range(compiled.stream.spec.num_ranks)
+            for rank in range(spec.num_ranks)
         ]
         self.dtypes = {fqn: getattr(torch, info.dtype) for fqn, info in self.infos.items()}
         self.tensors: dict[str, Tensor] = {
@@ -443,7 +445,7 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
     be parts of models that never existed together, and tied copies would disagree.  Every rank of
     the pipeline calls this with the same names in the same order.
     """
-    every = _told(world, "start", {fqn: digest(one) for fqn, one in tensors.items()})
+    every = world.told("start", {fqn: digest(one) for fqn, one in tensors.items()})
     if all(one == every[0] for one in every):
         return
     for tensor in tensors.values():
@@ -470,7 +472,7 @@ def same_values(
 
     `shared`: the ranks that hold each tensor that this rank and others hold.
     """
-    every = _told(world, "shared", {fqn: digest(tensors[fqn]) for fqn in shared})
+    every = world.told("shared", {fqn: digest(tensors[fqn]) for fqn in shared})
     for fqn, ranks in shared.items():
         if len({every[p][fqn] for rank in ranks for p in world.processes[rank]}) > 1:
             raise ContractError(
@@ -479,12 +481,3 @@ def same_values(
                 remedy="give every rank the same files; a function given as weights= draws from "
                 "torch's default generator, which is seeded for each name, and from no other",
             )
-
-
-def _told(world: World, name: str, digests: Mapping[str, int]) -> list[dict[str, int]]:
-    """Digests of all processes, by the names of tensors."""
-    keys = [f"{name}/{process}" for process in range(world.size)]
-    world.store.set(keys[world.process], json.dumps(digests))
-    with world.peers.log.meeting():
-        world.store.wait(keys, WAIT)  # a large stage takes its time to read
-    return [json.loads(world.store.get(key)) for key in keys]

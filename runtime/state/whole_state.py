@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pdcompile.checkpoint.contents import OptimizerStates
 from pdcompile.checkpoint.extra_states import extra_states
-from pdcompile.checkpoint.manifest import HoldingKind, StageState
+from pdcompile.checkpoint.manifest import HoldingKind
 from pdcompile.checkpoint.named_optimizer import (
     NamedGroup,
+    joined,
     named_groups,
     named_loading,
     names_of,
-    read_whole,
+    read_named,
 )
-from pdcompile.eager.optimizers import make_optimizer
-from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import CheckpointError, ConfigError, errors_as
+from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.hardware import devices
-from pdcompile.jsonio import decode, encode
+from pdcompile.jsonio import encode
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import Exchange
 from pdcompile.runtime.state.holdings import all_parameters, holdings, stage_states
-from pdcompile.weights.source import like
 
 
 def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict[str, Any]:
@@ -54,89 +53,70 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
     """The state of an optimizer of the whole model, by name, on rank 0; elsewhere {}.
 
     Raises:
-        ConfigError: there is no optimizer, or none can be made for the whole model.
         InputError: it keeps what belongs to no parameter.
         CheckpointError: it keeps what cannot be sent to another process.
     """
-    if session.optimizer is None:
-        raise ConfigError(
-            "there is no optimizer (optimizer=None)",
-            where="full_optimizer_state_dict",
-            remedy="ask your own optimizer",
-        )
-    order = whole_order(session)
     states = stage_states(session, minibatches)
     told = [encode(state) for state, _ in states]
     own = {f"{one.stage}/{n}": value for one, tensors in states for n, value in tensors.items()}
     if not session.is_first_part:
         told, own = [], {}
-    stages: list[StageState] = []
-    tensors: dict[str, Tensor] = {}
+    state, groups = dict[str, Any](), list[NamedGroup]()
     for rank, (theirs, came) in enumerate(exchange.collect(told, own)):
         where = f"the state of rank {rank}"
-        stages += [decode(StageState, one, where=where, error=CheckpointError) for one in theirs]
-        tensors |= came
+        for stage in theirs:
+            tensor = partial(_of_stage, came, stage["stage"])
+            state |= {f: decode(one, where, tensor) for f, one in stage["state"].items()}
+            for n, group in enumerate(stage["groups"]):
+                values = decode(group["values"], where, tensor)
+                groups.append(NamedGroup(n, tuple(group["names"]), values, group["kind"]))
     if not session.is_first:
         return {}
-    found = OptimizerStates(
-        "the state of all ranks",
-        sorted(stages, key=lambda one: one.stage),
-        lambda stage, name: tensors[f"{stage.stage}/{name}"],
-    )
-    groups = found.groups()
-    state = {fqn: one for fqn in session.state.infos if (one := found.optimizer_state(fqn))}
-    merged = [_merged(one, groups) for one in order]
-    return {
-        "state": copy.deepcopy(state),
-        "param_groups": [{**group.values, "params": list(group.names)} for group in merged],
-    }
+    order = {fqn: n for n, fqn in enumerate(session.state.infos)}
+    listed = {fqn: state[fqn] for fqn in order if state.get(fqn)}
+    return copy.deepcopy({"state": listed, "param_groups": whole_groups(groups, order)})
 
 
-def _merged(own: NamedGroup, groups: list[NamedGroup]) -> NamedGroup:
-    """A group of the whole model, with the values of the stage of its first parameter."""
-    of = {name: group for group in groups for name in group.names}
-    found = next((of[name] for name in own.names if name in of), None)
-    if found is None:  # it has no parameters
-        found = next((group for group in groups if group.place == own.place), None)
-    return own._replace(values={} if found is None else dict(found.values))
+def whole_groups(groups: list[NamedGroup], order: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Groups of the whole model, of those of its stages: ones with other settings stay apart."""
+    found = sorted(joined(groups), key=attrgetter("place"))
+    filled = {one.place for one in found if one.names}
+    return [
+        {**one.values, "params": sorted(one.names, key=order.__getitem__)}
+        for one in found
+        if one.names or one.place not in filled
+    ]
 
 
-def whole_order(session: Session) -> list[NamedGroup]:
-    """The groups of an optimizer of the whole model, as it is made.
+def _of_stage(tensors: Mapping[str, Tensor], stage: int, name: str) -> Tensor:
+    return tensors[f"{stage}/{name}"]
 
-    It is made of parameters without memory of their own; in one process it is the optimizer.
 
-    Raises:
-        ConfigError: the user's callable cannot make one.
-    """
-    assert session.optimizer is not None
+def made_groups(session: Session, exchange: Exchange) -> list[NamedGroup]:
+    """The optimizers' groups of all ranks."""
+    made = session.optimizer
+    own = [] if made is None else named_groups(made, names_of(all_parameters(session)))
     if session.world is None:
-        return named_groups(session.optimizer, names_of(all_parameters(session)))
-    of = session.state.whole_shape
-    bare = {
-        fqn: cast(nn.Parameter, like(one, torch.empty((), dtype=one.dtype).expand(of(fqn))))
-        for fqn, one in all_parameters(session).items()
-    }
-    said = "the optimizer cannot be made for all of the model's parameters at one time"
-    remedy = (
-        "look at names and shapes alone in the function that makes it; pipe.save needs no "
-        "optimizer of the whole model"
-    )
-    with errors_as(ConfigError, said, "optimizer", remedy, Exception), preserved_rng():
-        made = make_optimizer(session.options.optimizer, bare.items())
-    assert made is not None
-    return named_groups(made, names_of(bare))
+        return own
+    encoder = Encoder(inline=True)
+    told = [[g.place, g.names, encoder.encode(g.values, "groups"), g.kind] for g in own]
+    return [
+        NamedGroup(place, tuple(names), decode(values, "groups"), kind)
+        for groups in exchange.everywhere(told)
+        for place, names, values, kind in groups
+    ]
 
 
-def load_optimizer(session: Session, given: Any) -> None:
+def load_optimizer(session: Session, given: Any, made: Sequence[NamedGroup]) -> None:
     """Take this process's part of the state of an optimizer of the whole model.
+
+    `made`: the groups of all ranks' optimizers.
 
     Raises:
         InputError: it is none; nothing was changed.
     """
     assert session.optimizer is not None
-    made = whole_order(session)
-    groups, state = read_whole(given, [group.names for group in made])
+    groups, state = read_named(given)
     names = names_of(all_parameters(session))
     mine = {names.get(id(p)) for group in session.optimizer.param_groups for p in group["params"]}
     of = session.homes.own_values

@@ -80,15 +80,6 @@ class SimulatedGpu(TorchDispatchMode):
         finally:
             self._present = before
 
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return 10**9, 2 * 10**9
-
-    def max_memory_allocated(self, device: torch.device) -> int:
-        return 1000
-
-    def max_memory_reserved(self, device: torch.device) -> int:
-        return 2000
-
     # -- who knows what ------------------------------------------------------------------------
 
     def numbered(self, name: str) -> str:

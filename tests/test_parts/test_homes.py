@@ -24,7 +24,7 @@ RANKS = """
 
     for kwargs in json.loads(sys.argv[1]):
         name, clip = kwargs.pop("optimizer"), kwargs.get("max_grad_norm")
-        own, build = kwargs.pop("own", ""), OPTIMIZERS[name]
+        build = OPTIMIZERS[name]
         model, (inputs, target) = model_of("gpt"), batch_of("gpt")
         plain = copy.deepcopy(model)
         skipped = kwargs.pop("skipped", 0)  # the first step overflows, the next scale is 16
@@ -40,14 +40,7 @@ RANKS = """
             decay = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.5)
             losses = []
             for n in range(3 + skipped):
-                if own:
-                    {"pipe": pipe, "optimizer": pipe.optimizer}[own].zero_grad()
-                    result = pipe.forward_backward(**inputs, target=target)
-                    if clip:
-                        pipe.clip_grad_norm_(clip)
-                    pipe.optimizer.step()
-                else:
-                    result = pipe.step(**inputs, target=target)
+                result = pipe.step(**inputs, target=target)
                 if n >= skipped:
                     losses.append(result.loss.item())
                     decay.step()
@@ -63,7 +56,7 @@ RANKS = """
                 worst = max((state[k] - v).abs().max().item() for k, v in expected.items())
                 apart = max(abs(a - b) for a, b in zip(losses, found))
                 good = worst <= 2e-5 and apart <= 2e-5
-                print(f"AGREE {good} {worst:.1e} {apart:.1e} {name} {own} {kwargs}")
+                print(f"AGREE {good} {worst:.1e} {apart:.1e} {name} {kwargs}")
 """
 
 UNLIKE_ON_SLICES = [name for name in OPTIMIZERS if name != "adamw"]
@@ -71,7 +64,6 @@ FAST = [
     {"optimizer": "muon", "parts": 2, "stages": 2, "max_grad_norm": 0.5},
     {"optimizer": "adafactor", "parts": 4},
     {"optimizer": "lamb", "parts": 2, "replicas": 2, "stages": 1},
-    {"optimizer": "lamb", "parts": 2, "stages": 2, "own": "optimizer"},
     {"optimizer": "sizes", "parts": 2, "stages": 2},
 ]
 
@@ -98,9 +90,6 @@ def test_clipping_loss_scales_samples_and_replicas(tmp_path: Path) -> None:
         {"optimizer": "adafactor", "parts": 4, "split": "sequence"},
         {"optimizer": "lamb", "parts": 2, "stages": 2, "split": "samples"},
         {"optimizer": "muon", "parts": 4, "split": "width+sequence", "recompute": True},
-        {"optimizer": "muon", "parts": 2, "stages": 2, "own": "pipe", "max_grad_norm": 0.5},
-        {"optimizer": "adafactor", "parts": 4, "own": "optimizer"},
-        {"optimizer": "sizes", "parts": 2, "replicas": 2, "stages": 1, "own": "optimizer"},
     ]
     agree(processes(RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
 
@@ -136,8 +125,7 @@ def test_what_has_no_home_and_what_is_refused(tmp_path: Path) -> None:
     assert "or of what other parts of its stage update" in run.output.splitlines()[2], run
 
 
-UNLIKE = """
-    import sys
+OWN_LOOP = """
     import pdcompile
     from examples.gpt import loss_fn
     from tests.helpers.divided import OPTIMIZERS, batch_of, model_of
@@ -147,33 +135,20 @@ UNLIKE = """
         model_of("gpt"), loss_fn=loss_fn, costs="estimated", microbatches=4, parts=2,
         optimizer=OPTIMIZERS["lamb"], verify="off",
     ).prepare(**inputs, target=target)
-    second = pipe._session.world.process == 1
-    try:
-        for _ in range(2):
-            pipe.forward_backward(**inputs, target=target)
-            if second and sys.argv[1] == "gradient":
-                pipe._session.homes._slices["blocks.0.attention.qkv.weight"].grad = None
-            if not second or sys.argv[1] == "gradient":
-                pipe.optimizer.step()
-    except pdcompile.errors.PdcompileError as error:
-        print(error.message)
+    for call in (lambda: pipe.forward_backward(**inputs, target=target), pipe.optimizer.step):
+        try:
+            call()
+        except pdcompile.errors.ConfigError as error:
+            print(error.where, "refused: homes" if "home" in error.message else error)
+    pipe.step(**inputs, target=target)
+    pipe.close()
 """
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("step", "is in call 1, optimizer.step (minibatch 0); this rank is in call 2, forward_ba"),
-        ("gradient", "has gradients of other parameters than this rank"),
-    ],
-)
-def test_a_step_that_one_part_makes_otherwise_is_refused(
-    case: str, said: str, tmp_path: Path
-) -> None:
-    """Slices that parts exchange would else be taken for those of other parameters."""
-    run = processes(UNLIKE, 2, tmp_path, case)
-    assert f"rank 0 {said}" in run.output, run
+def test_only_step_brings_gradients_to_homes(tmp_path: Path) -> None:
+    run = processes(OWN_LOOP, 2, tmp_path)
+    for call in ("forward_backward", "optimizer.step"):
+        assert run.output.count(f"{call} refused: homes") == 2, run
 
 
 class ByShape(torch.optim.SGD):

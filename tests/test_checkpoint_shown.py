@@ -1,4 +1,4 @@
-"""`pdcompile checkpoint`: what it shows, and the plain files that it writes."""
+"""Checkpoints for others: what `pdcompile checkpoint` shows, and the index of plain files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from pdcompile.checkpoint.conversion import convert
 from pdcompile.cli import main
-from pdcompile.errors import CheckpointError
-from pdcompile.weights.tensor_files import TensorFiles
+from pdcompile.errors import ConfigError
+from pdcompile.weights.tensor_files import INDEX, TensorFiles
 from tests.helpers.changes import Rich
 from tests.helpers.pipelines import states_equal
 from tests.helpers.resuming import pipeline, train
@@ -59,26 +58,16 @@ def test_it_shows_what_there_is(
     assert ran(capsys, "show", tmp_path)[0] == 2
 
 
-@pytest.mark.parametrize("output", ["model.safetensors", "model"])
-def test_plain_files_load_into_the_model(
-    output: str, saved: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, text = ran(capsys, "convert", saved[0], "-o", tmp_path / output, "--json")
-    assert (code, json.loads(text)["status"]) == (0, "done")
-    files = TensorFiles([tmp_path / output])
+def test_others_read_its_weights_as_they_are(saved: tuple[Path, Any]) -> None:
+    """By its index, as `weights=` and transformers do."""
+    (place,) = saved[0].iterdir()
+    assert json.loads((place / INDEX).read_text())["metadata"] == {}
+    with pytest.raises(ConfigError, match=f"give its files by name: {place.name}/{INDEX}"):
+        TensorFiles([saved[0]])
+    files = TensorFiles([place])
     assert "last.weight" not in files.files  # of tied ones there is one
     model = Rich(tied=True, seed=3)
     own = dict(model.state_dict())
     found = {name: files.tensor(name, own[name]) for name in files.files}
     model.load_state_dict(found, strict=False)
     assert not states_equal(dict(model.state_dict()), saved[1])
-    left = [one.name for one in tmp_path.rglob("*") if one.name.endswith(".tmp")]
-    assert left == []
-
-
-def test_what_cannot_be_converted(saved: tuple[Path, Any], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        convert(tmp_path, tmp_path / "x.safetensors")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        convert(saved[0], tmp_path / "file" / "x.safetensors")
