@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise, starmap
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.cluster import Link, ring_seconds
-from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.model import Model
 from pdcompile.plan.evaluate import Deployment, Holding
 from pdcompile.problem import StageLimits
@@ -29,7 +28,6 @@ from pdcompile.problem.deployment import StageDeployment
 
 Matrix = NDArray[np.float64]
 Rate = tuple[float, float]  # bytes per second, latency
-MAX_CELLS = 400_000_000  # ideals² x groups; more takes seconds
 ALL = slice(None)
 
 
@@ -84,7 +82,6 @@ class Segments:
     _links: dict[Rate, tuple[Matrix, ...]] = field(init=False, default_factory=dict)
     # by the two links, and whether they are full duplex
     _sent: dict[tuple[Rate, Rate, bool], Matrix] = field(init=False, default_factory=dict)
-    _paths: dict[float, Paths] = field(init=False, default_factory=dict)
 
     @cached_property
     def stages(self) -> list[Coefficients]:
@@ -167,12 +164,6 @@ class Segments:
         found: NDArray[np.bool_] = self.bytes(on.holding, rows) <= on.limit * (1 + 1e-12) + 0.5
         return found
 
-    def paths(self, first_part: float) -> Paths:
-        """Longest paths beside stages; `first_part` as in `Paths.of`."""
-        if first_part not in self._paths:
-            self._paths[first_part] = Paths.of(self.model, self.inside, first_part)
-        return self._paths[first_part]
-
     def bytes(self, held: Holding, rows: slice = ALL) -> Matrix:
         """Bytes of one rank of a stage, by `Evaluation.memory`'s formula."""
         updated = held.gradient_buffers + held.optimizer_factor
@@ -188,7 +179,7 @@ class Segments:
         gradients of what is sent, and workspace."""
         return self._features.memory(self.model, self.inside)
 
-    @property
+    @cached_property
     def nested(self) -> NDArray[np.bool_]:
         """Pairs that may be a stage: nested, apart, and not empty."""
         result = self.subset.copy()
@@ -197,7 +188,7 @@ class Segments:
 
     def allowed(self, stage: int) -> NDArray[np.bool_]:
         """Pairs that may be this stage: nested, apart, within memory, not empty unless allowed."""
-        result = self.subset.copy() if self.model.problem.allow_empty else self.nested
+        result = (self.subset if self.model.problem.allow_empty else self.nested).copy()
         if self.model.problem.stages[stage].memory_bytes is not None:
             result &= self.fits(self.stages[stage])
         low, high = np.array(self.model.lowest), np.array(self.model.highest)
@@ -336,72 +327,3 @@ def _patterns(
     if not columns:
         return np.zeros((len(inside), 0)), np.zeros(0, dtype=np.intp)
     return np.array(columns).T.astype(np.float64), np.array(owner, dtype=np.intp)
-
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Seconds at speed 1 as matrices [I, J]: `before` forward, `behind` both ways, `back` home.
-
-    Groups on a path of the graph run one after the other, on one stage or on several.  So the
-    first forward of a stage J∖I waits for the longest path that ends in I next to it, its backward
-    for the longest path behind it and back, and the minibatch ends only after the gradients' way
-    back, whatever the other stages are.
-    """
-
-    before: Matrix
-    behind: Matrix
-    back: Matrix
-
-    @staticmethod
-    def of(model: Model, inside: NDArray[np.bool_], first_part: float) -> Paths:
-        """`first_part`: of a backward, what those wait for that come after it."""
-        size, n = inside.shape
-        if size * size * n > MAX_CELLS:
-            none = np.zeros((1, 1))
-            return Paths(none, none, none)
-        before, after = _neighbours(model, gradients=False)
-        upwards, returning = _neighbours(model, gradients=True)
-        back = [first_part * w for w in model.backward]
-        both = [f + w for f, w in zip(model.forward, back, strict=True)]
-        beside = partial(_longest_beside, inside)
-        return Paths(
-            beside(after, _longest(model.forward, before, range(n)), before=True),
-            beside(upwards, _longest(both, returning, range(n - 1, -1, -1)), before=False),
-            beside(returning, _longest(back, upwards, range(n)), before=True),
-        )
-
-
-def _neighbours(model: Model, *, gradients: bool) -> tuple[lattice.Lists, lattice.Lists]:
-    """Lists, for each group, those whose values (or their gradients) it reads, and its readers."""
-    arcs = {
-        (flow.sources[0], sink)
-        for flow in model.flows
-        if not flow.tied and (flow.backward_messages > 0 or not gradients)
-        for sink in flow.sinks
-    }
-    return lattice.neighbours(model.num_groups, sorted(arcs))
-
-
-def _longest(seconds: Sequence[float], nearer: lattice.Lists, order: Sequence[int]) -> list[float]:
-    """Longest path to each group: the longest path that ends there, itself included."""
-    found = [0.0] * len(seconds)
-    for v in order:
-        found[v] = seconds[v] + max((found[u] for u in nearer[v]), default=0.0)
-    return found
-
-
-def _longest_beside(
-    inside: NDArray[np.bool_], arcs: lattice.Lists, longest: list[float], *, before: bool
-) -> Matrix:
-    """[I, J]: the longest path that ends outside J∖I at a group with an arc into it.
-
-    `before`: the group is in I; else it is beyond J, and `arcs` are reversed.
-    """
-    size = len(inside)
-    result = np.zeros((size, size))
-    for v in sorted(range(len(arcs)), key=longest.__getitem__):
-        if arcs[v]:
-            count = inside[:, arcs[v]].sum(1)
-            beside = inside[:, v][:, None] if before else ~inside[:, v][None, :]
-            result[beside & (count[None, :] > count[:, None])] = longest[v]
-    return result

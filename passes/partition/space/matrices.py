@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pdcompile.passes.partition.segments import ALL, Coefficients, Matrix, Segments
 from pdcompile.passes.partition.space.candidates import holding
+from pdcompile.passes.partition.space.path_bound import heaviest_path
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Setting
@@ -145,11 +146,7 @@ class Matrices:
         r, on = option.replicas, self.on(p, option)
         own = self.segments.compute(on, rows)
         first_part = kind_of(self.setting.schedule).halves(1.0)[0]
-        paths, v = self.segments.paths(first_part), self.seats.fastest
-        before, behind, back = (
-            (table if len(table) == 1 else table[rows]) / v
-            for table in (paths.before, paths.behind, paths.back)
-        )
+        before, behind, back = self._ways(first_part, rows)
         share = option.share(self.setting.num_microbatches)
         depth = self.depth(p, r, most=True)
         f = self.segments.forward[rows] / on.speed
@@ -167,6 +164,23 @@ class Matrices:
             result = result + back
         result = np.maximum(result, before + share * own + reduction)
         return np.where(np.isfinite(load), result, np.inf)
+
+    def _ways(self, first_part: float, rows: slice) -> list[Matrix]:
+        """Seconds along the heaviest path down to a stage that holds some of it, beyond it and
+        back, and from it home, at least; `first_part`: of a backward, for which others wait."""
+        model, path = self.segments.model, list(self._path)
+        inside = self.segments.inside[:, path]
+        forward = inside @ np.array(model.forward)[path] / self.seats.fastest
+        home = inside @ np.array(model.backward)[path] * first_part / self.seats.fastest
+        beyond = (forward + home)[-1] - (forward + home)
+        held = inside.sum(1)
+        holds = held[rows, None] < held[None, :]
+        ways = forward[rows, None], beyond[None, :], home[rows, None]
+        return [np.where(holds, way, 0.0) for way in ways]
+
+    @cached_property
+    def _path(self) -> tuple[int, ...]:
+        return heaviest_path(self.segments.model)
 
     # -- memory and what is allowed --------------------------------------------------------------
 
@@ -204,13 +218,9 @@ class Matrices:
 
     def structure(self, p: int, r: int, rows: slice) -> Bool:
         """True if J∖I may be the stage if memory does not matter."""
-        allowed = self._nested[rows].copy()
+        allowed = self.segments.nested[rows].copy()
         if self.last is not None:
             held = self.segments.inside[:, self.last]
             final = p + r == self.ranks
             allowed = allowed & (~held[rows, None] if final else ~held[None, :])
         return allowed
-
-    @cached_property
-    def _nested(self) -> Bool:
-        return self.segments.nested
