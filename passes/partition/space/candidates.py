@@ -75,21 +75,7 @@ def is_fetched(setting: Setting, option: StageDeployment, cluster: Cluster) -> b
 
 def violations(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> list[str]:
     """Rules that a candidate breaks, in words; empty when it is allowed."""
-    flat = [rank for ranks in candidate.ranks for rank in ranks]
-    found = [
-        f"{option.replicas} replicas on ranks {list(ranks)}"
-        for option, ranks in zip(candidate.options, candidate.ranks, strict=True)
-        if option.replicas != len(ranks)
-    ]
-    places = candidate.places  # stages that share a rank share all of them, equally many
-    equal = len({len(ranks) for ranks in places}) == 1
-    if equal and kind_of(candidate.setting.schedule).several:
-        repeated = len(set(flat)) != sum(map(len, places))
-    else:
-        repeated = len(set(flat)) != len(flat)
-    if repeated or not set(flat) <= set(range(len(cluster.devices))):
-        found.append(f"ranks {flat} are not devices of the cluster, each once")
-    return found or list(evaluation(problem, cluster, candidate).violations())
+    return list(evaluation(problem, cluster, candidate).violations())
 
 
 def choices(candidate: Candidate) -> dict[str, str]:
