@@ -156,7 +156,7 @@ def test_large_problems_end_in_time(
 def test_parts_of_the_search_look_at_the_budget() -> None:
     model = build(gpt_problem(12, 4))
     over = Budget(0)
-    assert all_ideals(model, 10**6, over) is None
+    assert all_ideals(model, 10**6, lambda: over.late) is None
     segments = Segments.build(model, positions(model))
     with pytest.raises(OutOfTimeError):
         solve(segments, bounding_cost(segments), over)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from pdcompile.cluster import Link, message_seconds
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import lattice
-from pdcompile.passes.partition.budget import Budget
 from pdcompile.problem import PartitionProblem
 
 RUN = 64  # groups that are moved over a boundary together, at most
@@ -365,19 +364,14 @@ def _crossing(model: Model) -> list[float]:
     return result
 
 
-def all_ideals(model: Model, limit: int, budget: Budget | None = None) -> list[int] | None:
-    """Every ideal as a bit mask, smaller ones first; None when there are more than `limit`.
-
-    Also None when the budget ends first.
-    """
-    before, after = lattice.neighbours(model.num_groups, model.arcs)
-    return lattice.down_closed(before, after, limit, late=_late(budget))
+def all_ideals(
+    model: Model, limit: int, late: Callable[[], bool] = lambda: False
+) -> list[int] | None:
+    """Every ideal as a bit mask, smaller ones first; None when there are more than `limit`, or
+    `late` ends the listing."""
+    return lattice.down_closed(*lattice.neighbours(model.num_groups, model.arcs), limit, late=late)
 
 
 def positions(model: Model) -> list[int]:
     """The ideals that hold the first groups of the given order, as bit masks."""
     return [(1 << k) - 1 for k in range(model.num_groups + 1)]
-
-
-def _late(budget: Budget | None) -> Callable[[], bool]:
-    return lambda: budget is not None and budget.late

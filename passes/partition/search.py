@@ -179,7 +179,7 @@ def cut_by_program(search: Search) -> None:
         if search.late and search.best is not None:
             return
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
-    ideals = all_ideals(small, MAX_IDEALS, budget)
+    ideals = all_ideals(small, MAX_IDEALS, lambda: budget.late)
     if ideals is None and model.num_groups > FIRST and search.best is not None:
         return
     segments = Segments.build(small, ideals or positions(small), complete=ideals is not None)

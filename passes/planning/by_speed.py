@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.answer import claimed
+from pdcompile.passes.partition.space.pipelines import filled
 from pdcompile.passes.planning.solved_problem import MOST_EXTRA, placed
 from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
@@ -70,9 +71,7 @@ def with_turns(plan: Plan, least_seconds: float) -> Plan:
         seconds = seconds_of(placed(other))
         if seconds < best:
             forecast = simulate(other, timeline=False).forecast
-            limits = [devices[rank].memory_bytes for rank in range(len(forecast.ledgers))]
-            held = zip(forecast.ledgers, limits, strict=True)
-            if all(limit is None or one.total_bytes <= limit for one, limit in held):
+            if filled(forecast.ledgers, plan.machines) <= 1:
                 best, found = seconds, replace(other, forecast=forecast)
     if found is plan:
         return plan
