@@ -43,7 +43,7 @@ from pdcompile.passes.stages.kept_outputs import planned
 from pdcompile.plan import Plan
 from pdcompile.problem import BY_RULE, PartitionProblem, StageLimits
 from pdcompile.problem.space import Candidate
-from pdcompile.schedule.registry import DEFAULT, kind_of
+from pdcompile.schedule.registry import DEFAULT, KINDS, kind_of
 from pdcompile.units import format_seconds
 
 if TYPE_CHECKING:
@@ -194,13 +194,13 @@ class Planner:
 
     def _note_on_wider(self, plan: Plan) -> Iterator[str]:
         """A note where replicas and schedules that nobody asked about are known to be faster."""
-        options = self.options
+        options, kind = self.options, KINDS.get(plan.training.schedule)  # None: a drawn one
         asked = options.stages or options.replicas != 1 or options.constraints
-        if asked or plan.forecast is None or len(self.cluster.devices) == 1:
+        if asked or not self.space.cut_alone or kind is None or not kind.takes_replicas:
             return
-        kind, seconds = plan.training.kind, plan.forecast.step_seconds
-        if not kind.takes_replicas:
+        if plan.forecast is None or len(self.cluster.devices) == 1:
             return
+        seconds = plan.forecast.step_seconds
         opened = ["replicas"] + ["schedule"] * (options.schedule == DEFAULT)
         wider = replace(options, replicas="any", schedule="auto" if opened[1:] else kind.name)
         space = search_space(wider, self._chosen, self.captured.train.sizes)
@@ -217,7 +217,7 @@ class Planner:
                 flags = " --schedule auto" * len(opened[1:])
                 yield (
                     f"with {' and '.join(opened)} left open a step takes "
-                    f"{format_seconds(sketch.seconds)} or less, in place of "
+                    f"{format_seconds(sketch.seconds)} or less, instead of "
                     f"{format_seconds(seconds)} ({describe(sketch.best)}): --replicas any{flags}"
                 )
         except InfeasibleError:
