@@ -45,7 +45,7 @@ _LEAST_RATE = 0.1  # of learning: what small steps differ in would not show
 _UNTRIED = "whether the optimizer couples parameters of different stages was not tried"
 _REMEDY = (
     "clip by the norm of all stages with max_grad_norm=; update each parameter by itself in the "
-    "optimizer; or use one stage (of one part)"
+    "optimizer; or use one stage (of one part), whose replicas all update (updates='every')"
 )
 
 Copies = dict[str, nn.Parameter]
@@ -114,8 +114,8 @@ def refuse_coupled(
     if found is not None:
         raise ConfigError(
             f"the optimizer's update of {found!r} depends on gradients of other stages, or of "
-            "what other parts of its stage update: a step of all parameters and steps of what each "
-            "rank updates give different weights",
+            "what other parts or replicas of its stage update: a step of all parameters and steps "
+            "of what each rank updates give different weights",
             where="optimizer",
             remedy=_REMEDY,
         )

@@ -122,7 +122,9 @@ SAID = """
 def test_what_has_no_home_and_what_is_refused(tmp_path: Path) -> None:
     run = processes(SAID, 2, tmp_path)
     assert run.output.splitlines()[:2] == ["slices"] * 2, run
-    assert "or of what other parts of its stage update" in run.output.splitlines()[2], run
+    assert "or of what other parts or replicas of its stage update" in run.output.splitlines()[2], (
+        run
+    )
 
 
 OWN_LOOP = """
