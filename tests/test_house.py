@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "runtime": (("runtime",), 9_754),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_569,
+        3_583,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_045),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_223),

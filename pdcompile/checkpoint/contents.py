@@ -30,6 +30,7 @@ from pdcompile.errors import CheckpointError, errors_as, some
 from pdcompile.files import read_limited
 from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Accumulated, Position
+from pdcompile.weights.tensor_files import INDEX
 
 
 class Contents:
@@ -200,9 +201,7 @@ class Contents:
 
     def plan_text(self) -> str:
         """The plan that it was saved with, as JSON."""
-        path = self.place / PLAN
-        with errors_as(CheckpointError, "a file of the checkpoint cannot be read", path, ANOTHER):
-            data = read_limited(path)
+        path, data = self._bytes(PLAN)
         if zlib.crc32(data) != self.manifest.plan_crc32:
             raise CheckpointError(
                 "the plan is damaged: its checksum does not fit",
@@ -210,6 +209,20 @@ class Contents:
                 remedy="load with a plan of your own (plan=), or let it be planned anew",
             )
         return data.decode(errors="replace")
+
+    def _check_index(self) -> None:
+        path, data = self._bytes(INDEX)
+        if data != self.manifest.index():
+            raise CheckpointError(
+                "the index of the weights is damaged: it names others than the manifest",
+                where=str(path),
+                remedy="load with pipe.load or load_checkpoint, which read no index",
+            )
+
+    def _bytes(self, name: str) -> tuple[Path, bytes]:
+        path = self.place / name
+        with errors_as(CheckpointError, "a file of the checkpoint cannot be read", path, ANOTHER):
+            return path, read_limited(path)
 
     def verify(self) -> list[CheckpointError]:
         """Errors of all that is damaged; reads everything."""
@@ -222,6 +235,7 @@ class Contents:
                 found.append(error)
 
         read(self.plan_text)
+        read(self._check_index)
         for stored in self.manifest.files():
             read(partial(self._file, stored))
             for tensor in stored.tensors if stored.name in self._files else ():

@@ -32,7 +32,7 @@ from pdcompile.errors import CheckpointError, errors_as
 from pdcompile.files import write_whole
 from pdcompile.ir.targets import dtype_name
 from pdcompile.warn import warn
-from pdcompile.weights.tensor_files import OpenFile, write_index
+from pdcompile.weights.tensor_files import INDEX, OpenFile
 
 _MAX_HEADER = 100 * 2**20  # as the library has it
 _ANOTHER = "load another checkpoint of the folder, or copy the file again"
@@ -232,9 +232,9 @@ def begin(folder: Path) -> Path:
 
 def finish(written: Path, manifest: Manifest, plan: str) -> Path:
     """Make a checkpoint of what all ranks have written: its new place.  Raises OSError."""
-    folder, files = written.parent, [stage.weights for stage in manifest.stages]
+    folder = written.parent
     write_whole(written / PLAN, plan.encode())
-    write_index(written, {one.name: file.name for file in files for one in file.tensors})
+    write_whole(written / INDEX, manifest.index())
     write_whole(written / MANIFEST, manifest.to_text().encode())
     synced(written)
     there = complete(folder)

@@ -5,6 +5,7 @@ Strict JSON.  Nothing in it is executed or unpickled, and no path in it leads ou
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -174,6 +175,12 @@ class Manifest:
     loss_scale: tuple[tuple[int, float, int, float, float, int], ...]
     extra_states: dict[str, Any]
     checksum: int = 0
+
+    def index(self) -> bytes:
+        """The index of the files of weights, as `weights=` and transformers read it."""
+        files = [stage.weights for stage in self.stages]
+        names = {one.name: file.name for file in files for one in file.tensors}
+        return json.dumps({"metadata": {}, "weight_map": names}, indent=2).encode()
 
     def to_text(self) -> str:
         """The file's text, with its checksum."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pdcompile.errors import ConfigError, PdcompileError, errors_as
-from pdcompile.files import read_limited, write_whole
+from pdcompile.files import read_limited
 from pdcompile.jsonio import loads
 
 INDEX = "model.safetensors.index.json"
@@ -150,12 +149,6 @@ def _contents(place: Path) -> dict[str, Path]:
 
 
 _CONVERT = "write one once: safetensors.torch.save_file(state_dict, 'model.safetensors')"
-
-
-def write_index(folder: Path, file_of: Mapping[str, str]) -> None:
-    """Write an index of the files in a folder, by the names of tensors.  Raises OSError."""
-    document = {"metadata": {}, "weight_map": file_of}
-    write_whole(folder / INDEX, json.dumps(document, indent=2).encode())
 
 
 def _index(place: Path) -> dict[str, Path]:
