@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -201,8 +201,9 @@ class Planner:
         if plan.forecast is None or len(self.cluster.devices) == 1:
             return
         seconds = plan.forecast.step_seconds
-        opened = ["replicas"] + ["schedule"] * (options.schedule == DEFAULT)
-        wider = replace(options, replicas="any", schedule="auto" if opened[1:] else kind.name)
+        opened: dict[str, Any] = {"replicas": "any"}
+        opened |= {"schedule": "auto"} if options.schedule == DEFAULT else {}
+        wider = replace(options, **opened)
         space = search_space(wider, self._chosen, self.captured.train.sizes)
         counts = self.space.microbatches  # which have costs
         shared = tuple(replace(one, microbatches=counts) for one in space.sharing)
@@ -214,11 +215,12 @@ class Planner:
             )  # fmt: skip
         except Sketched as sketch:
             if sketch.best is not None and sketch.seconds <= seconds * (1 - WORTH_A_NOTE):
-                flags = " --schedule auto" * len(opened[1:])
+                given = ", ".join(f"{name}={value!r}" for name, value in opened.items())
+                flags = " ".join(f"--{name} {value}" for name, value in opened.items())
                 yield (
                     f"with {' and '.join(opened)} left open a step takes "
                     f"{format_seconds(sketch.seconds)} or less, instead of "
-                    f"{format_seconds(seconds)} ({describe(sketch.best)}): --replicas any{flags}"
+                    f"{format_seconds(seconds)}: {describe(sketch.best)}; {given} ({flags})"
                 )
         except InfeasibleError:
             return

@@ -59,7 +59,7 @@ def test_it_shows_what_there_is(
 
 
 def test_others_read_its_weights_as_they_are(saved: tuple[Path, Any]) -> None:
-    """By its index, as `weights=` and transformers do."""
+    """Its index is read, as `weights=` and transformers do."""
     (place,) = saved[0].iterdir()
     assert json.loads((place / INDEX).read_text())["metadata"] == {}
     with pytest.raises(ConfigError, match=f"give its files by name: {place.name}/{INDEX}"):

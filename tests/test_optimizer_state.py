@@ -91,7 +91,7 @@ def test_groups_keep_their_settings() -> None:
 
 
 def test_groups_of_ranks_that_made_others_stay_apart() -> None:
-    """Where a rank has no parameters of a group, another one is in its place."""
+    """A rank without parameters of a group has another one in its place."""
     made = [
         NamedGroup(0, ("b",), {"lr": 1.0}, "AdamW"), NamedGroup(1, ("d",), {"lr": 2.0}, "AdamW"),
         NamedGroup(0, ("c",), {"lr": 2.0}, "AdamW"), NamedGroup(0, ("e",), {"lr": 1.0}, "SGD"),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,31 +213,34 @@ def test_patience_ends_with_as_much_work_without_news_as_before(
         assert not still.late
 
 
-@pytest.mark.parametrize(("given", "solved"), [({}, 1), ({"time_limit": 60.0}, 8)])
-def test_a_search_without_a_time_limit_ends_once_it_has_no_news(
-    given: dict[str, float], solved: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("given", "least"), [({}, 1.9), ({"time_limit": 60.0}, 50.0)])
+def test_an_integer_program_goes_on_as_long_as_there_is_news(
+    given: dict[str, float], least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An integer program that finds nothing runs once; with a limit, until that is over."""
+    """It has more time after a bound that is 0.1 % better, but for a limit, and none without."""
     runs: list[float] = []
 
-    class Unable:
-        def __init__(self, *_: object) -> None: ...
+    class Slow:
+        def __init__(self, _: object, upper: float) -> None:
+            self.upper = upper
+
         def below(self, _: float) -> None: ...
         def add_path(self, *_: object) -> None: ...
 
-        def solve(self, budget: Budget, *_: object) -> tuple[float, None]:
+        def solve(
+            self, budget: Budget, _: int, offer: object, bounded: Callable[[float], None]
+        ) -> tuple[float, None]:
             runs.append(min(budget.left, budget.waits))
-            if len(runs) < 8:
-                monkeypatch.setattr(time, "process_time", lambda: 1e6)
-            else:
-                budget.stop()
-            return 0.0, None
+            share = (0.99, 0.995, 0.9955, 0.9)[len(runs) - 1]
+            bounded(share * self.upper)
+            return share * self.upper, None
 
-    monkeypatch.setattr(search, "IntegerProgram", Unable)
+    monkeypatch.setattr(search, "IntegerProgram", Slow)
     _, certificate = partition(gpt_problem(12, 8, "flush"), **given)
     assert certificate.status == "feasible"
-    assert len(runs) == solved
-    assert runs[0] > 2.0 if given else runs[0] <= 20.0
+    assert certificate.gap == pytest.approx(0.0045)
+    assert len(runs) == 3
+    assert all(least < seconds <= given.get("time_limit", 20.0) for seconds in runs[1:])
 
 
 def test_equal_seeds_give_equal_answers() -> None:

@@ -16,7 +16,7 @@ from pdcompile.plan import Plan
 
 IDS = torch.zeros(64, 16, dtype=torch.long)
 NOTE = re.compile(
-    r"with (.*) left open a step takes (\S+ \w+) or less, instead of (\S+ \w+) \(.*\): (--.*)"
+    r"with (.*) left open a step takes (\S+ \w+) or less, instead of (\S+ \w+): .*; .* \((--.*)\)"
 )
 
 

@@ -260,6 +260,7 @@ def prove(search: Search) -> None:
     while not search.proved and not search.late:
         limit = search.upper * (1 - 1e-7)  # nothing is said of what lies between this and upper
         program.below(limit)
+        known = search._known
         visited: list[tuple[int, ...]] = []
 
         def bounded(bound: float, limit: float = limit) -> None:
@@ -269,9 +270,9 @@ def prove(search: Search) -> None:
         for one in visited:
             search.offer(one)
         bounded(min(bound, search.upper))
-        if bound == math.inf:
+        if bound == math.inf or (groups is None and search._known is known):
             return
-        if groups is None:  # there is time left if there was news
+        if groups is None:  # a bound that was news left it more time
             continue
         # Where no path bounds what an assignment costs (long hops, half duplex), forbid it: it has
         # been evaluated.

@@ -106,7 +106,8 @@ class PlanSearch:
         Raises InfeasibleError where all devices together are too small.
         """
         first = self._prepared(self.space.microbatches[0])
-        self.trials.offer(self.start)
+        if self.start is not None:
+            self.trials.offer(self.start)
         several = bool(self.space.sharing or self.space.placement)
         # Of few cuts with a rank a stage what lacks is said in more detail once none is found.
         rough = several or not (self.space.cut_alone or first.complete)

@@ -112,11 +112,9 @@ def memory_rule(setting: Setting, warmup: tuple[int, ...]) -> MemoryRule:
     in_flight = tuple(kind.in_flight(depth, m) for depth in warmup)
     held = [kind.depth_held(depth, warmup[0]) for depth in warmup]
     saved = tuple(kind.in_flight(depth, m) for depth in held)
-    buffers = [kind.gradient_buffers(d, warmup[0], late=setting.clipping) for d in warmup]
     return MemoryRule(
         _alike(kind.versions(depth, warmup[0]) for depth in warmup),
-        # Of a single microbatch gradients come one by one, where activations go.
-        0 if kind.drains and m == 1 else _alike(buffers),
+        _alike(kind.gradients_beside(d, warmup[0], m, late=setting.clipping) for d in warmup),
         setting.optimizer_factor,
         in_flight,
         tuple(kind.slots(depth, m) for depth in held),

@@ -290,6 +290,12 @@ class ScheduleKind:
             return int(self.trains)
         return self.lag_of(warmup, first) + 1 - (warmup if self.updates_each else 0)
 
+    def gradients_beside(self, warmup: int, first: int, share: int, *, late: bool) -> int:
+        """The same beside the activations of its `share` of microbatches: those of a single one
+        come one by one, where activations go."""
+        single = self.drains and share == 1
+        return 0 if single else self.gradient_buffers(warmup, first, late=late)
+
 
 DEFAULT = "1f1b"
 EAGER = "updates as eager gradient accumulation does, bit for bit"

@@ -53,9 +53,8 @@ def holding(
     kind, share = kind_of(setting.schedule), option.share(setting.num_microbatches)
     held = kind.depth_held(depth, like)
     in_flight, away = kind.in_flight(held, share), is_fetched(setting, option, cluster)
-    buffers = kind.gradient_buffers(depth, first, late=setting.clipping or option.replicas > 1)
-    if kind.drains and share == 1:
-        buffers = 0  # gradients come one by one, where activations go
+    late = setting.clipping or option.replicas > 1
+    buffers = kind.gradients_beside(depth, first, share, late=late)
     return Holding(
         1 if away else kind.versions(depth, first),
         1 if away else buffers,
