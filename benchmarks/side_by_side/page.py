@@ -85,7 +85,7 @@ PAIRS = (
     (OURS + "1f1b", "torch 1F1B"),
     (OURS + "interleaved", "torch interleaved"),
     (OURS + "zb-h1", "torch zero bubble"),
-    (OURS + "zb-v", "torch zero bubble"),
+    (OURS + "zb-v", "torch ZBV"),
     (OURS + "replicas", DDP),
     (TIED, OURS + "2bw"),
 )

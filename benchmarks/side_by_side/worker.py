@@ -41,12 +41,13 @@ from pdcompile.errors import PdcompileError
 from pdcompile.plan import Plan
 from pdcompile.schedule.registry import DEFAULT, KINDS, allowed
 
-#: torch's schedules, with how many stages each rank holds
+#: torch's schedules, each with ours that has as many stages on the same ranks: one cut for both
 TORCH = {
-    "torch GPipe": ("ScheduleGPipe", 1),
-    "torch 1F1B": ("Schedule1F1B", 1),
-    "torch interleaved": ("ScheduleInterleaved1F1B", 2),
-    "torch zero bubble": ("ScheduleInterleavedZeroBubble", 2),
+    "torch GPipe": ("ScheduleGPipe", DEFAULT),
+    "torch 1F1B": ("Schedule1F1B", DEFAULT),
+    "torch interleaved": ("ScheduleInterleaved1F1B", "interleaved"),
+    "torch zero bubble": ("ScheduleInterleavedZeroBubble", "interleaved"),
+    "torch ZBV": ("ScheduleZBVZeroBubble", "zb-v"),
 }
 ALONE, DDP, FSDP = "one process", "DDP", "FSDP2"
 BASELINE = "torch 1F1B"  # what ratios are to
@@ -56,24 +57,22 @@ TIMEOUT = timedelta(minutes=5)
 
 
 def makers(job: Job) -> dict[str, Callable[[Task], Contestant]]:
-    """Every contestant by name.  Stages are cut once for each number of them, by our planner."""
+    """Every contestant by name.  Stages are cut once for all that hold the same ones on a rank."""
     ranks = dist.get_world_size()
 
     @cache
-    def cut(a_rank: int) -> tuple[int, ...]:
-        kinds = [DEFAULT, *KINDS]
-        schedule = next(name for name in kinds if KINDS[name].usual == a_rank)
-        with_own = ours(job.task(), schedule, stages=a_rank * ranks)
+    def cut(schedule: str) -> tuple[int, ...]:
+        with_own = ours(job.task(), schedule, stages=KINDS[schedule].usual * ranks)
         assert with_own.pipe is not None
         found = cut_of(with_own.pipe)
         with_own.end()
         return tuple(found)
 
-    def pipeline(schedule: str, a_rank: int, task: Task) -> Contestant:
-        return torch_pipeline(task, schedule, cut(a_rank))
+    def pipeline(schedule: str, like: str, task: Task) -> Contestant:
+        return torch_pipeline(task, schedule, cut(like))
 
-    def scheduled(schedule: str, task: Task, **options: Any) -> Contestant:
-        return ours(task, schedule, cut(KINDS[schedule].usual), **options)
+    def scheduled(schedule: str, task: Task) -> Contestant:
+        return ours(task, schedule, cut(DEFAULT if KINDS[schedule].usual == 1 else schedule))
 
     found: dict[str, Callable[[Task], Contestant]] = {
         ALONE: alone,
@@ -81,7 +80,7 @@ def makers(job: Job) -> dict[str, Callable[[Task], Contestant]]:
         FSDP: partial(data_parallel, sharded=True),
         **{name: partial(pipeline, *one) for name, one in TORCH.items()},
         **{OURS + name: partial(scheduled, name) for name in allowed("any")},
-        TIED: lambda _: ours(job.task(tied=True), "2bw", cut(1), clip=1.0),
+        TIED: lambda _: ours(job.task(tied=True), "2bw", cut(DEFAULT), clip=1.0),
         OURS + "replicas": partial(ours, schedule=DEFAULT, cut=(0,), replicas=ranks),
         OURS + "auto": partial(
             ours, schedule="auto", max_staleness=1, replicas="any", recompute="auto", time_limit=30
