@@ -337,7 +337,7 @@ def test_units_are_what_a_stage_could_hold() -> None:
     graph = transformer([1.0, 4.0])
     problem = planned(graph, links(2)).problem
     assert problem is not None
-    assert len(units(graph, problem, math.inf)) == 7  # all blocks, each block, its two halves
+    assert len(units(graph, problem, math.inf)) == 6  # each block, its two halves; not their list
     few = units(graph, problem, 2.0)
     paths = [{problem.items[i].name.partition(":")[0] for i in unit} for unit in few]
     assert paths == [{"h.0", "h.0.attn", "h.0.mlp"}, {"h.0.attn"}, {"h.0.mlp"}, {"h.1.attn"}]

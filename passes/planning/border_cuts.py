@@ -2,17 +2,16 @@
 
 A *unit* is one run of a module's items in the order of the model's own code (a module that is
 called twice has two), if it takes no more seconds than a stage has on average: larger ones have to
-be divided.  Of units inside each other each counts, so a cut between attention and MLP divides one
+be divided.  Lists of modules (all of whose children are numbered) are none.  Of units inside each other each counts, so a cut between attention and MLP divides one
 module, and a cut inside the attention two.
 
 Tried are cuts whose boundaries divide no unit, then at most one, then at most two: the dynamic
-program's over positions, with single boundaries moved to other borders as long as no step gets
-longer, updates counted.  One that is faster than what was searched is the fastest.
+program's over positions, of which one that divides none is moved to other borders as long as steps
+get shorter, updates counted.  One that is faster than what was searched is the fastest.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chains import evenest
-from pdcompile.passes.partition.model import build, positions, single_moves
+from pdcompile.passes.partition.model import build, next_to, positions
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.planning.graph_free import updated_sizes
 from pdcompile.plan import Certificate
@@ -39,7 +38,6 @@ from pdcompile.units import format_bytes, format_seconds
 TOLERANCE = 0.01  # where the user says nothing
 KINDS = 3  # of borders: that divide no module, at most one, at most two
 POSITIONS = 256  # of a kind, nearest to where the fastest plan is cut
-TRIED = 150  # cuts of a kind
 HALF = 2.0  # the whole tolerance is worth to halve what is divided, or what is sent
 EQUAL = 1e-9  # relative, of seconds
 
@@ -56,14 +54,19 @@ def units(graph: OpGraph, problem: PartitionProblem, most_seconds: float) -> tup
     for depth in range(max(map(len, paths), default=0)):
         at = [path[depth] if depth < len(path) else "" for path in paths]
         for path, run in groupby(range(len(at)), at.__getitem__):
-            if not path:
+            inside = [*run]
+            if not path or all(_numbered(paths[i][depth + 1 :]) for i in inside):
                 continue
-            costs = [(graph.ops[i].name, graph.ops[i].cost) for i in run]
+            costs = [(graph.ops[i].name, graph.ops[i].cost) for i in inside]
             busy = {name: c.forward_seconds + c.backward_seconds for name, c in costs if c}
             items = {item_of[name] for name, seconds in busy.items() if seconds > 0}
             if len(items) > 1 and sum(busy.values()) <= most_seconds:
                 found.append(tuple(sorted(items)))
     return tuple(found)
+
+
+def _numbered(below: Sequence[str]) -> bool:
+    return bool(below) and below[0].rpartition(".")[2].isdigit()
 
 
 def divided(parts: Sequence[Unit], stage_of: Sequence[int]) -> int:
@@ -216,48 +219,34 @@ class Borders:
         runs = pairwise((0, *sorted(places[:POSITIONS]), n))
         try:
             model = build(free, [range(*run) for run in runs])
-            self._search(Segments.build(model, positions(model)), used)
         except InfeasibleError:  # what is to be apart lies between two borders
-            pass
+            return self._known()
+        def tried(groups: tuple[int, ...] | None) -> tuple[float, tuple[int, ...]] | None:
+            cut = groups and self._tried(tuple(used[s] for s in model.items_of(groups)))
+            return (cut.step, groups) if cut and groups else None
+
+        segments = Segments.build(model, positions(model))
+        found = filter(None, [tried(evenest(segments, table)) for table in self._tables(segments, used)])
+        best = min(found, default=None)
+        while best is not None and kind == 0:
+            others = filter(None, map(tried, next_to(model.arcs, best[1], len(used))))
+            best = next((one for one in others if one[0] < best[0] * (1 - EQUAL)), None)
+        return self._known()
+
+    def _known(self) -> list[Cut]:
         return sorted(filter(None, self.seen.values()), key=lambda one: one.step)
 
-    def _search(self, segments: Segments, used: Sequence[int]) -> None:
-        """Try the cuts of the dynamic program, and from the best of them move boundaries."""
-        most, known = len(self.seen) + TRIED, set[tuple[int, ...]]()
-        heap: list[tuple[float, tuple[int, ...]]] = []
-
-        def offer(groups: tuple[int, ...]) -> float:
-            known.add(groups)
-            cut = self._tried(tuple(used[s] for s in segments.model.items_of(groups)))
-            if cut is not None:
-                heapq.heappush(heap, (cut.step, groups))
-            return math.inf if cut is None else cut.step
-
-        for table in self._tables(segments, used):
-            if found := evenest(segments, table):
-                offer(found)
-        least = heap[0][0] if heap else 0.0
-        while heap and heap[0][0] <= least * (1 + EQUAL):
-            least, groups = heapq.heappop(heap)
-            for v, s in single_moves(segments.model.arcs, groups):
-                if self.budget.late or len(self.seen) >= most:
-                    return
-                other = (*groups[:v], s, *groups[v + 1 :])
-                if 0 <= s < len(used) and other not in known and offer(other) < least * (1 - EQUAL):
-                    break
-
     def _tables(self, segments: Segments, used: Sequence[int]) -> Iterator[list[Matrix]]:
-        """Seconds of each stage between two positions, of all microbatches and its update, behind
-        those before it; in units of what the stage takes in the plan; and its update alone."""
+        """Seconds until each stage between two positions has updated, behind those before it and
+        behind the busiest stage of the plan; and load in units of that in the plan."""
         on, owned, m = self.plan.deployment, segments.byte_tables[1], self.plan.m
         once = self.update(1 << 30) / (1 << 30) if self.update and on.flush else 0.0
         ahead = on.flush * (segments.forward + segments.backward)[0][:, None] / max(on.speeds)
         loads, own = segments.loads(on, used), self.plan.times.loads(m)
+        last = once and m * max(own) + segments.backward[:, -1:] / max(on.speeds)
         each = [*zip(loads, used, strict=True)]
-        yield [ahead + m * load + once * owned / on.speeds[s] for load, s in each]
+        yield [np.maximum(ahead + m * load, last) + once * owned / on.speeds[s] for load, s in each]
         yield [load / max(own[s], 1e-12) for load, s in each]
-        if once:
-            yield [np.where(load < np.inf, owned, load) for load in loads]
 
     def _tried(self, stage_of: tuple[int, ...]) -> Cut | None:
         """None where the assignment breaks a rule, or time is over."""
