@@ -115,6 +115,7 @@ class Case:
     replicas: int = 1
     split: str = ""  # of a stage between the ranks
     updates: str = "every"
+    compiler: str = ""  # of the stages
 
     @property
     def how(self) -> str:
@@ -122,6 +123,7 @@ class Case:
         parts = [self.schedule]
         parts += ["recomputing"] if self.recompute else []
         parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        parts += [f"compiled by {self.compiler}"] if self.compiler else []
         parts += ["updates at homes"] if self.updates == "home" else []
         parts += [f"{RANKS} parts by {self.split}"] if self.split else []
         return ", ".join(parts)
@@ -163,6 +165,7 @@ def cases() -> Iterator[Case]:
             yield Case(model, "SGD", schedule, clip=True)
             yield Case(model, "AdamW", schedule, outputs="last")
             yield Case(model, "AdamW", schedule, recompute=True)
+            yield Case(model, "AdamW", schedule, compiler="inductor")
             for updates in ("every", "home"):
                 yield Case(model, "AdamW", schedule, replicas=RANKS, updates=updates)
 
@@ -177,7 +180,8 @@ def measure(case: Case) -> RankRow:
         pipe = pdcompile.compile(
             model, loss_fn=loss_fn, optimizer=OPTIMIZERS[case.optimizer],
             microbatches=1 if kind.updates_each else MICROBATCHES,
-            schedule=schedule, costs="estimated", verify="off",
+            schedule=schedule, costs="measured" if case.compiler else "estimated", verify="off",
+            stage_compiler=case.compiler or None,
             max_grad_norm=1.0 if case.clip else None, outputs=case.outputs, progress=False,
             recompute=case.recompute, replicas=case.replicas, updates=case.updates,
             parts=RANKS if case.split else 1, split=case.split or "auto",

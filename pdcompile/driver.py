@@ -190,6 +190,7 @@ def run_passes(
         size, backend = _largest(layout, plan), options.stage_compiler
         given = captured.train, plan, sources, model, resize(flat, layout, size).leaves
         plan = step("compiled", lambda: with_compiled_times(*given, size, backend))
+        check_memory(chosen.cluster, plan)
     verification = None if options.verify == "off" or captured.kept else step(
         "verified",
         lambda: verify(

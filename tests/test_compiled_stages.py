@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pdcompile
 from pdcompile.eager.stage_compiler import compile_in_place
 from pdcompile.errors import ConfigError, VerifyError
 from pdcompile.parts import conversions
+from pdcompile.passes.simulate import simulate
 from pdcompile.problem.constraints import CutBefore
 from tests.helpers.launch import processes
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree
@@ -271,6 +273,32 @@ def test_forecast_is_of_compiled_stages() -> None:
     assert plan.forecast.step_seconds > 4 * 0.02
     assert max(one.forward_seconds for one in plan.stages) < 0.02  # costs that the cut is of
     assert sum("stages compiled by slow measured" in note for note in plan.notes) == 1
+    assert plan.forecast.ledgers == simulate(plan).forecast.ledgers  # it keeps what eager keeps
+
+
+def test_memory_is_of_what_compiled_code_keeps() -> None:
+    def again(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *given: checkpoint(module.forward, *given, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+                            for _ in range(2)))  # fmt: skip
+    with pdcompile.compile(
+        model, torch.ones(64, 8), loss_fn=lambda out, target: (out * target).mean(),
+        example_target=torch.ones(64, 8),
+        cluster=pdcompile.Cluster.local(2), microbatches=4, verify="off", stage_compiler=again,
+        progress=False, constraints=[CutBefore("1")],
+    ) as pipe:  # fmt: skip
+        plan = pipe.prepare().plan
+    assert plan.forecast is not None
+    for stage, ledger, eager in zip(
+        plan.stages, plan.forecast.ledgers, simulate(plan).forecast.ledgers, strict=True
+    ):
+        # Of a microbatch of 16: both results of 64 numbers are computed again, that of 8 is left.
+        less = 2 * 16 * 64 * 4
+        in_flight = 2 - stage.index
+        difference = eager.activations_bytes - ledger.activations_bytes
+        assert difference == in_flight * less + 4 * stage.index  # and the loss
 
 
 TWICE = """

@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -2,8 +2,9 @@
 
 A *unit* is one run of a module's items in the order of the model's own code (a module that is
 called twice has two), if it takes no more seconds than a stage has on average: larger ones have to
-be divided.  Lists of modules (all of whose children are numbered) are none.  Of units inside each other each counts, so a cut between attention and MLP divides one
-module, and a cut inside the attention two.
+be divided.  A list of modules, all of whose children are numbered, is none.  Of units inside each
+other each counts, so a cut between attention and MLP divides one module, and a cut inside the
+attention two.
 
 Tried are cuts whose boundaries divide no unit, then at most one, then at most two: the dynamic
 program's over positions, of which one that divides none is moved to other borders as long as steps
@@ -221,13 +222,14 @@ class Borders:
             model = build(free, [range(*run) for run in runs])
         except InfeasibleError:  # what is to be apart lies between two borders
             return self._known()
+
         def tried(groups: tuple[int, ...] | None) -> tuple[float, tuple[int, ...]] | None:
             cut = groups and self._tried(tuple(used[s] for s in model.items_of(groups)))
             return (cut.step, groups) if cut and groups else None
 
         segments = Segments.build(model, positions(model))
-        found = filter(None, [tried(evenest(segments, table)) for table in self._tables(segments, used)])
-        best = min(found, default=None)
+        evens = [evenest(segments, table) for table in self._tables(segments, used)]
+        best = min(filter(None, map(tried, evens)), default=None)
         while best is not None and kind == 0:
             others = filter(None, map(tried, next_to(model.arcs, best[1], len(used))))
             best = next((one for one in others if one[0] < best[0] * (1 - EQUAL)), None)

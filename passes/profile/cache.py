@@ -26,7 +26,7 @@ from pdcompile.passes.profile.entries import Entry, validate
 if TYPE_CHECKING:
     import torch
 
-SCHEMA = "pdcompile.cached-profile/3"
+SCHEMA = "pdcompile.cached-profile/4"
 # Where the same name means the same work, as long as torch is the same; a user's own function
 # or module may have been edited since, and is measured every time.
 LASTING = ("torch.", "operator.", "math.", "builtins.")

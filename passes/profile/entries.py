@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdcompile.errors import CostError
 
@@ -19,7 +19,10 @@ _AGAIN = 'measure again (costs="measured"), or use costs="estimated"'
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Measured seconds of one kind of op; of a GPU also those of the host to queue it there."""
+    """Measured seconds of one kind of op; of a GPU also those of the host to queue it there.
+
+    Of a compiled stage also what one microbatch keeps for its backward.
+    """
 
     key: str
     target: str  # for the reader
@@ -27,6 +30,7 @@ class Entry:
     backward_seconds: float = 0.0
     forward_dispatch_seconds: float = 0.0
     backward_dispatch_seconds: float = 0.0
+    saved_bytes: int = field(default=0, kw_only=True)  # of a compiled stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,10 @@ def validate(entries: Sequence[Entry], where: str) -> None:
         if entry.key in seen:
             raise CostError(f"key {entry.key!r} appears twice", where=place, remedy="remove one")
         seen.add(entry.key)
-        for name in SECONDS:
+        for name in (*SECONDS, "saved_bytes"):
             if not 0 <= getattr(entry, name) < math.inf:
                 raise CostError(
                     f"{name} is negative or not finite",
                     where=place,
-                    remedy="costs are 0 seconds or more",
+                    remedy="costs are 0 or more",
                 )

@@ -9,9 +9,9 @@ the model is as it was.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.passes.costs import costed_ops, structural_key
+from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
+from pdcompile.passes.costs.rehearsal.rehearse import storages_in
 from pdcompile.passes.costs.timing import MIN_RUNS, took
 from pdcompile.passes.profile import cache
 from pdcompile.passes.profile.entries import Entry
@@ -43,11 +45,16 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of one microbatch on one stage, medians of several runs; none ran when `cached`."""
+    """Seconds of one microbatch on one stage, medians of several runs; none ran when `cached`.
+
+    `saved_bytes`: of a compiled stage, what is alive when the forward has returned, results among
+    it, without parameters, what was received and the caller's inputs.
+    """
 
     forward_seconds: float
     backward_seconds: float
     cached: bool = False
+    saved_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -116,6 +123,9 @@ def measure_stages(
                     cache.lasting(op) for op in graph.ops if op.name in plan.stages[k].ops
                 )
                 measure = partial(_measure, stage, forward, share, device)
+                if backend is not None:
+                    given = [*own.values(), *values.values(), *pytree.tree_leaves(leaves)]
+                    measure = partial(_measure_compiled, measure, stage, forward, given)
                 found[key] = _cached(environment, key, measure) if lasting else measure()
                 model.zero_grad(set_to_none=True)
             forward()
@@ -167,6 +177,20 @@ def _measure(
     return StageTimes(*max(sides, key=sum))
 
 
+def _measure_compiled(
+    measure: Callable[[], StageTimes], stage: LocalStage, forward: Callable[[], None],
+    given: Sequence[Any],
+) -> StageTimes:  # fmt: skip
+    """What `measure` finds, and the bytes that autograd keeps of a forward beside what is given."""
+    times = measure()
+    with saved_storages() as found:
+        forward()
+    found.update((one._cdata, one) for one in storages_in([*stage.left.values()]))
+    before = {one._cdata for one in storages_in(given)}
+    saved = sum(one.nbytes() for key, one in found.items() if key not in before)
+    return replace(times, saved_bytes=saved)
+
+
 def _cached(
     environment: cache.Environment, key: str, measure: Callable[[], StageTimes]
 ) -> StageTimes:
@@ -175,8 +199,10 @@ def _cached(
     known = cache.load(environment, (name,))
     if known and known.entries:
         (entry,) = known.entries
-        return StageTimes(entry.forward_seconds, entry.backward_seconds, cached=True)
+        seconds = entry.forward_seconds, entry.backward_seconds
+        return StageTimes(*seconds, cached=True, saved_bytes=entry.saved_bytes)
     times = measure()
-    entry = Entry(name, "stage", times.forward_seconds, times.backward_seconds)
+    seconds = times.forward_seconds, times.backward_seconds
+    entry = Entry(name, "stage", *seconds, saved_bytes=times.saved_bytes)
     cache.save(environment, (name,), (entry,))
     return times
