@@ -44,10 +44,12 @@ from benchmarks.side_by_side.networks import INTERFACE, Networks, check  # noqa:
 from benchmarks.side_by_side.waiting import Times, timed_layers  # noqa: E402
 from benchmarks.side_by_side.worker import ALONE, DDP, FSDP, OURS, TIED, TORCH  # noqa: E402
 from pdcompile.errors import ConfigError, PdcompileError  # noqa: E402
-from pdcompile.schedule.registry import allowed  # noqa: E402
+from pdcompile.schedule.registry import KINDS, allowed  # noqa: E402
 
 KEPT = ROOT / "out" / "runtime.json"
-EVERYONE = [ALONE, DDP, FSDP, *TORCH, *(OURS + name for name in allowed("any")), TIED,
+#: of ours those with a rank for each stage: dispatched ones are in benchmarks/heavy_head.py
+STAGED = [name for name in allowed("any") if not KINDS[name].dispatched]
+EVERYONE = [ALONE, DDP, FSDP, *TORCH, *(OURS + name for name in STAGED), TIED,
             OURS + "replicas", OURS + "auto"]  # fmt: skip
 DENSE = ("VGG-16", "AlexNet")
 MODELS = tuple(model for model in CHAINS if model not in DENSE)

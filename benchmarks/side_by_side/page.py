@@ -42,8 +42,8 @@ cores, other programs had most of the machine: compare inside a table then, by t
 Each table is of one run: all contestants live in the same processes and take turns, round by round,
 so that a machine whose speed drifts is fair to all. All of them train the same model on the same
 samples a step, in as many microbatches, with SGD, over gloo, one thread a process. Stages are cut
-once, by pdcompile's planner, and the same for all who hold as many. Plans are made for links as
-they were measured when the run began, while every rank sent to the next one.
+by pdcompile's planner, once for all schedules that have the same ones on a rank. Plans are made for
+links as they were measured when the run began, while every rank sent to the next one.
 
 - **ms a step**: median of the rounds; **fastest**: the round that other programs on the machine
   disturbed least. Of the ranks the slowest counts; the first step of a round, which fills streams
@@ -60,7 +60,7 @@ they were measured when the run began, while every rank sent to the next one.
   optimizer and gloo, mean of a step on the rank where it is longest; without waits, where layers
   wait otherwise. Real compute empties the caches that it runs from.
 
-`stash` and `vsync` update after every microbatch; `replicas` is one stage with as many replicas as
+`stash`, `vsync` and `async` update after every microbatch; `replicas` is one stage with as many replicas as
 ranks; under `auto` the planner chose schedule, replicas and cut, which the row names.
 """
 EMULATED = """\
