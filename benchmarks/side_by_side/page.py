@@ -60,8 +60,8 @@ links as they were measured when the run began, while every rank sent to the nex
   optimizer and gloo, mean of a step on the rank where it is longest; without waits, where layers
   wait otherwise. Real compute empties the caches that it runs from.
 
-`stash`, `vsync` and `async` update after every microbatch; `replicas` is one stage with as many replicas as
-ranks; under `auto` the planner chose schedule, replicas and cut, which the row names.
+`stash`, `vsync` and `async` update after every microbatch; `replicas` is one stage with as many
+replicas as ranks; under `auto` the planner chose schedule, replicas and cut, which the row names.
 """
 EMULATED = """\
 ## Emulated compute
