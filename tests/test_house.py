@@ -22,11 +22,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_995),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_670),
-    "trace": (("passes/trace",), 6_588),
+    "trace": (("passes/trace",), 6_587),
     "costs": (("passes/costs", "passes/profile"), 3_582),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_484,
+        9_487,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_750),
     "schedules": (

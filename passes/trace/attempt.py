@@ -157,11 +157,10 @@ class Attempts:
         first = self._recording(training, self._size)
         large = len(first.graph.ops) > MANY_OPS
         few, usual = few_sizes(self._size), usual_sizes(self._size)
-        # Unless it splits: a call must not change the next one.
-        attempts = [few, (*few, usual[1]), usual] if self._splits else [(self._size,) * 2]
-        if self._splits and self._size == 1:
-            once = large or (train and train.sizes.is_one)
-            attempts = [few] if once else [few, usual]
+        twice = (self._size,) * 2  # a call must not change the next
+        attempts = [few, (*few, usual[1]), usual] if self._splits else [twice]
+        if self._splits and self._size == 1 and (large or (train and train.sizes.is_one)):
+            attempts = [few]
         for sizes in attempts:
             try:
                 graph = self._fitted(training, first, sizes)

@@ -32,6 +32,7 @@ SECONDS = 2.0  # for the linear program of the bound
 MARGINS = (0.0, 0.05, 0.1, 0.2)  # of the memory, for what ops hold and items do not say
 ROUNDS = 4  # for each of them
 MAX_CUTS, MORE = 500, 1.5  # of small problems, whose largest load is so much at most
+MANY_BEGUN = 5_000  # chains of these, until the search for more of them ends
 LEAST = 0.1  # of an equal share, for every stage
 SOME = "of ranks that hold several stages only likely cuts were tried"
 
@@ -101,10 +102,11 @@ class StagesInTurn:
         held = trained + each * np.array(model.frozen_bytes, dtype=float)
         return (model.forward + held).tolist(), (model.backward + trained).tolist()
 
-    def candidates(self, _: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
-        """(bound, candidate), None for one that breaks something."""
+    def candidates(self, below: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
+        """(bound, candidate), None for one that breaks something; `below()` is 0 once time is
+        over."""
         problem, cluster = self.prepared.problem, self.seats.cluster
-        for one in self._made():
+        for one in self._made(below):
             if self.space.decides_recomputation:
                 one = recomputing(problem, cluster, one)
             yield 0.0, None if violations(problem, cluster, one) else one
@@ -115,7 +117,7 @@ class StagesInTurn:
         found = self._recomputing(self._cut(self.prepared.positions))
         return (one for one in found if not violations(problem, cluster, one))
 
-    def _made(self) -> Iterator[Candidate]:
+    def _made(self, below: Callable[[], float]) -> Iterator[Candidate]:
         """The cut that suits the order of tasks, and that of equal loads, with what fits of their
         kind; then of small problems those whose loads differ little."""
         segments = self.prepared.segments
@@ -129,7 +131,8 @@ class StagesInTurn:
         loads = self._loads(segments)
         chains = straight_chains(segments, loads.__getitem__, len(loads), keep=True)
         most = MORE * chains.solve()
-        for _, chain in islice(chains.enumerate(lambda: most), MAX_CUTS):
+        similar = chains.enumerate(lambda: most if below() else 0.0, MANY_BEGUN)
+        for _, chain in islice(similar, MAX_CUTS):
             yield from self._recomputing(segments.model.items_of(groups_of(segments, chain)))
 
     def on(self, *, again: bool = False) -> Deployment:
