@@ -202,6 +202,11 @@ class Segments:
             result &= held[None, :] <= held[:, None]
         return result
 
+    def crossing(self, link: Link) -> tuple[Matrix, Matrix]:
+        """Seconds of the messages over a cut at each ideal, forward and backward."""
+        out_forward, out_backward, *_ = self._at(link)
+        return out_forward[0], out_backward[0]
+
     def _at(self, link: Link) -> tuple[Matrix, ...]:
         """(out forward, out backward, in forward, in backward, middle) seconds on a link."""
         key = _rate(link)

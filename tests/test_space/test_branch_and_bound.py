@@ -124,6 +124,15 @@ def test_only_what_is_faster_than_another_plan_is_sought(schedules: tuple[str, .
     assert 1.05 * seconds < sketch.value.seconds < math.inf
 
 
+@pytest.mark.parametrize(("rate", "replicas"), [(1e2, [2, 2]), (1e9, [4])])
+def test_the_first_plan_suits_the_links(rate: float, replicas: list[int]) -> None:
+    space = SearchSpace("any", (False,), ("1f1b",), (8,))
+    cluster = cluster_of(*(Device(),) * 4, rate=rate)
+    plan = explored(chain(8), cluster, space, time_limit=0.0)
+    assert [stage.replicas for stage in plan.stages] == replicas
+    assert step_seconds(plan) == pytest.approx(step_seconds(explored(chain(8), cluster, space)))
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_the_cut_alone_is_the_same_search(schedule: str) -> None:

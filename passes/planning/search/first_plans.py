@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, product
 
+import numpy as np
+
+from pdcompile.cluster import ring_seconds, slowest
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, simple_bound
 from pdcompile.passes.partition.space.search_branches import Branch
@@ -26,6 +29,9 @@ SPARING = 0.97  # of the memory, after a plan took too much of it
 SETTLING = 0.8  # of the time, until plans are judged that may lack memory
 LEAST = 0.3  # of the memory, with which plans are sought
 FILL, SPLIT = 0.9, 0.3  # of the time to fill and drain a pipeline, in which ranks are surely idle
+CHEAP = 0.25  # of the positions, by what crosses
+LATER = 0.02  # relative: any replicas take longer to look at than equally many
+ABOUT = 1.25  # estimates may be so much too high
 MOST_ORDERS = 6  # of unlike devices
 FEW = 8  # replicas of a stage, beyond which they divide the number of devices
 
@@ -70,19 +76,22 @@ class FirstPlans:
         """Cut what may be fastest first and try it, until all else is slower; what may lack memory
         comes again with a smaller share of it."""
         trials, ticket, sure = self.trials, count(), 1.0 if self.trials.sketch else SURE
-        heap = [(self._estimate(branch), next(ticket), branch) for branch in self._branches()]
+        heap = [
+            (self._estimate(one), next(ticket), self._least(one), one) for one in self._branches()
+        ]
         heapq.heapify(heap)
         while heap and not (trials.over(until) and (trials.seen or trials.some)):
-            seconds, _, branch = heapq.heappop(heap)
-            if trials.seen and seconds >= trials.below_with_gain:
-                break
+            seconds, _, least, branch = heapq.heappop(heap)
+            surely = max(least, seconds / ABOUT if len(branch.counts) == 1 else 0.0)
+            if trials.seen and surely >= trials.below_with_gain:
+                continue
             share, less = branch.seats.share, 1.0
             for one in branch.likely(share):
                 if (taken := trials.offer(one)) > sure:
                     seconds, less = self._seconds(one), min(less, SPARING * SURE / taken)
             if less < 1 and share * less > LEAST and not branch.space.placement:
                 branch.seats = replace(branch.seats, share=share * less)
-                heapq.heappush(heap, (seconds, next(ticket), branch))
+                heapq.heappush(heap, (seconds, next(ticket), seconds, branch))
 
     def _branches(self) -> Iterator[Branch]:
         """Every setting with equally many replicas of all stages, and any, in orders of devices."""
@@ -106,16 +115,49 @@ class FirstPlans:
                 yield Branch(setting, seats, menu, space.stages, prepared, space, bound)
         yield from self.sharing
 
+    def _least(self, branch: Branch) -> float:
+        """Seconds of a step, about, where messages and sums are free and stages suit them."""
+        used, several = len(branch.seats.ranks), len(branch.counts) > 1
+        stages = None if branch.space.placement else self.space.stages
+        return self._busy(branch, stages or (2 if several else used // branch.counts[0]))
+
     def _estimate(self, branch: Branch) -> float:
-        """Seconds of a step, about: all work on the ranks, and the time in which they are idle."""
+        """Seconds of a step, about, with equally many replicas of all stages; where any may be, the
+        best of these, after those that have as many."""
+        used, several = len(branch.seats.ranks), len(branch.counts) > 1
+        widths = [w for w in branch.counts if used % w == 0]
+        if stages := None if branch.space.placement else self.space.stages:
+            widths = [max(1, used // stages)]
+        each = [self._with_replicas(branch, width) for width in widths or branch.counts]
+        return min(each) * (1 + LATER * several)
+
+    def _busy(self, branch: Branch, places: int) -> float:
+        """All work on the ranks, and the time in which they are idle."""
         kind, m = kind_of(branch.setting.schedule), branch.setting.num_microbatches
-        used, width, each = len(branch.seats.ranks), branch.counts[0], 1
-        places = self.space.stages or (2 if len(branch.counts) > 1 else used // width)
-        if branch.space.placement:
-            places, each = used // width, kind.usual
+        each = kind.usual if branch.space.placement else 1
         fill = SPLIT if kind.splits_backward else FILL
         idle = 0.0 if kind.stream else (places - 1) / (m * each) * fill
         return branch.bound * (1 + idle) * (1 + kind.gain)
+
+    def _with_replicas(self, branch: Branch, width: int) -> float:
+        """The same with messages between stages, where cuts are among the cheapest, and sums of
+        gradients."""
+        kind, m = kind_of(branch.setting.schedule), branch.setting.num_microbatches
+        seats, joins = branch.seats.ranks, self.trials.cluster.level_between
+        places, segments = max(1, len(seats) // width), branch.prepared.positions
+        seconds = self._busy(branch, places)
+        if places > 1:
+            ends = [(seats[i * width - 1], seats[i * width]) for i in range(1, places)]
+            each = kind.usual if branch.space.placement else 1
+            crossing = segments.crossing(slowest(joins(*pair) for pair in ends))
+            forth, back = (np.quantile([0.0, *one[1:-1]], CHEAP) for one in crossing)
+            seconds = max(seconds, m * each / width * max(forth, back))
+            seconds += 0.0 if kind.stream else (places - 1) * (forth + back)
+        if width > 1:
+            ring = slowest(joins(seats[0], one) for one in seats[1:width])
+            trained = float(segments.byte_tables[0][0, -1])
+            seconds += ring_seconds(ring, trained / places, width)
+        return float(seconds)
 
     def _seconds(self, candidate: Candidate) -> float:
         """Seconds of a step, by the evaluator, as trials are priced."""

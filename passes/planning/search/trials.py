@@ -32,6 +32,7 @@ from pdcompile.units import format_seconds
 
 CHEAP = 0.05  # what a candidate that is dropped before it is simulated counts
 QUICK = 0.03  # of the time
+BEYOND = 0.1  # of the time, in which the chosen plan may be made when it is over
 SURE = 0.8  # of the memory, by the graph-free ledger: what takes less fits
 EXACT = 1e-9  # relative: bounds this close to the best are met
 
@@ -135,8 +136,8 @@ class Trials:
 
     @property
     def chosen(self) -> tuple[float, Candidate]:
-        """The best by `price`, of those for whose plan there is time."""
-        left = self.budget.left
+        """The best by `price`, of those for whose plan there is time, or that take little more."""
+        left = max(self.budget.left, BEYOND * (self.budget.spent + self.budget.left))
         if not (timely := [one for one in self.found if self.making(one[1]) <= left]):
             return min(self.found, key=lambda one: self.making(one[1]))
         return min(timely, key=lambda one: self.price(*one))
