@@ -171,6 +171,8 @@ class PlanSearch:
         if self.tolerance > 0 and trials.found and not self.sketch:
             kept = 2 * trials.making(trials.best, anew=True)  # of a cut at borders, if it is faster
         while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
+            if trials.over(1.0):  # the first neighbour alone may take long
+                return
             moved, best = False, trials.best
             own, decide = best.setting.num_microbatches, self.space.decides_recomputation
             for one in neighbours(self._prepared(own), self.cluster, best, decide=decide):

@@ -7,6 +7,7 @@ bound of a setting along the heaviest path (`passes.partition.space.setting_boun
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +33,7 @@ FILL, SPLIT = 0.9, 0.3  # of the time to fill and drain a pipeline, in which ran
 CHEAP = 0.25  # of the positions, by what crosses
 LATER = 0.02  # relative: any replicas take longer to look at than equally many
 ABOUT = 1.25  # estimates may be so much too high
+PUT_OFF = 2.0  # how much later what a schedule has comes once plans of it lacked memory
 MOST_ORDERS = 6  # of unlike devices
 FEW = 8  # replicas of a stage, beyond which they divide the number of devices
 
@@ -80,14 +82,24 @@ class FirstPlans:
             (self._estimate(one), next(ticket), self._least(one), one) for one in self._branches()
         ]
         heapq.heapify(heap)
+        lacking, later = set[str](), set[int]()  # schedules that held too much; branches put off
         while heap and not (trials.over(until) and (trials.seen or trials.some)):
-            seconds, _, least, branch = heapq.heappop(heap)
+            seconds, number, least, branch = heapq.heappop(heap)
+            if seconds == math.inf:
+                break
             surely = max(least, seconds / ABOUT if len(branch.counts) == 1 else 0.0)
             if trials.seen and surely >= trials.below_with_gain:
                 continue
+            schedule = branch.setting.schedule
+            if schedule in lacking and number not in later:
+                later.add(number)
+                heapq.heappush(heap, (seconds * PUT_OFF, number, least, branch))
+                continue
             share, less = branch.seats.share, 1.0
             for one in branch.likely(share):
-                if (taken := trials.offer(one)) > sure:
+                taken = trials.offer(one)
+                (lacking.add if taken > 1 else lacking.discard)(schedule)
+                if taken > sure:
                     seconds, less = self._seconds(one), min(less, SPARING * SURE / taken)
             if less < 1 and share * less > LEAST and not branch.space.placement:
                 branch.seats = replace(branch.seats, share=share * less)
@@ -141,10 +153,16 @@ class FirstPlans:
 
     def _with_replicas(self, branch: Branch, width: int) -> float:
         """The same with messages between stages, where cuts are among the cheapest, and sums of
-        gradients."""
+        gradients; infinite where weights, gradients and optimizer states fill more than the ranks
+        have."""
         kind, m = kind_of(branch.setting.schedule), branch.setting.num_microbatches
         seats, joins = branch.seats.ranks, self.trials.cluster.level_between
         places, segments = max(1, len(seats) // width), branch.prepared.positions
+        trained = float(segments.byte_tables[0][0, -1]) / places
+        states = branch.setting.optimizer_factor / (width if branch.setting.homes else 1)
+        memory = [self.trials.cluster.devices[rank].memory_bytes or math.inf for rank in seats]
+        if trained * (2 + states) > max(memory):
+            return math.inf
         seconds = self._busy(branch, places)
         if places > 1:
             ends = [(seats[i * width - 1], seats[i * width]) for i in range(1, places)]
@@ -155,8 +173,7 @@ class FirstPlans:
             seconds += 0.0 if kind.stream else (places - 1) * (forth + back)
         if width > 1:
             ring = slowest(joins(seats[0], one) for one in seats[1:width])
-            trained = float(segments.byte_tables[0][0, -1])
-            seconds += ring_seconds(ring, trained / places, width)
+            seconds += ring_seconds(ring, trained, width)
         return float(seconds)
 
     def _seconds(self, candidate: Candidate) -> float:

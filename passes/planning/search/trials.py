@@ -197,13 +197,16 @@ class Trials:
 
     def settle(self, share: float, *, likely: bool = False) -> float:
         """Judge what waits until that share of the time is over: the fastest first of what fits as
-        far as plans of its schedule tell, then, unless only the `likely` ones, of the rest.
+        far as plans of its schedule tell, then, unless only the `likely` ones, of the rest.  Of the
+        former one is found at least.
 
         Returns the seconds of the fastest that is left, which may be better.
         """
         while waiting := [one for one in self.waiting if one[0] < self.below]:
             first = min(waiting, key=lambda one: (self._expected(*one[1:]) > 1, one[0]))
-            if self.over(share) or (likely and self._expected(*first[1:]) > 1):
+            unlikely = self._expected(*first[1:]) > 1
+            ends = self.over(share) and (self.found or unlikely or self.budget.stopped)
+            if ends or (likely and unlikely):
                 return min(one[0] for one in waiting)
             self.waiting = [one for one in waiting if one is not first]
             self._judge(first[0], first[2], math.inf)
