@@ -156,9 +156,9 @@ class Attempts:
         """
         first = self._recording(training, self._size)
         large = len(first.graph.ops) > MANY_OPS
-        few, usual = few_sizes(self._size), usual_sizes(self._size)
-        twice = (self._size,) * 2  # a call must not change the next
-        attempts = [few, (*few, usual[1]), usual] if self._splits else [twice]
+        few, twice = few_sizes(self._size), (self._size,) * 2  # a call must not change the next
+        third = 3 - self._size % 2  # both even and odd numbers are among the sizes
+        attempts = [few, (*few, third), usual_sizes(self._size)] if self._splits else [twice]
         if self._splits and self._size == 1 and (large or (train and train.sizes.is_one)):
             attempts = [few]
         for sizes in attempts:
