@@ -171,7 +171,7 @@ class PlanSearch:
         if self.tolerance > 0 and trials.found and not self.sketch:
             kept = 2 * trials.making(trials.best, anew=True)  # of a cut at borders, if it is faster
         while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
-            if trials.over(1.0):  # the first neighbour alone may take long
+            if trials.over(1.0):  # to make the first neighbour alone may take minutes
                 return
             moved, best = False, trials.best
             own, decide = best.setting.num_microbatches, self.space.decides_recomputation

@@ -181,7 +181,7 @@ def _measure_compiled(
     measure: Callable[[], StageTimes], stage: LocalStage, forward: Callable[[], None],
     given: Sequence[Any],
 ) -> StageTimes:  # fmt: skip
-    """What `measure` finds, and the bytes that autograd keeps of a forward beside what is given."""
+    """Adds to the times the bytes that autograd keeps of a forward, beside what is given."""
     times = measure()
     with saved_storages() as found:
         forward()

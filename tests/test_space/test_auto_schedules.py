@@ -268,18 +268,16 @@ def test_the_order_of_tasks_says_how_long_a_chain_takes() -> None:
 
 
 def test_cuts_with_equal_loads_end_with_the_time() -> None:
-    """Of GPT-2 on four devices the search for more of them took all memory, whatever the limit."""
+    """More of them are not sought then: those of a GPT-2 on four devices took all memory."""
     problem = replace(chain_problem([1.0] * 32, 4, num_microbatches=8), objective="flush")
     space = SearchSpace(
         schedules=("interleaved",), microbatches=(8,), stages=8, in_order=True,
         placement=KINDS["interleaved"].placement(8, 4),
     )  # fmt: skip
     cluster, setting = cluster_of(4), Setting("interleaved", 8)
-    for left in (float("inf"), 0.0):
-        prepared = PreparedProblem(problem, 1)
-        found = StagesInTurn(prepared, space, setting, Seats(cluster, (0, 1, 2, 3)), 1, 8)
-        every = [*found.candidates(lambda left=left: left)]  # type: ignore[misc]
-        assert (len(every) > 2) is (left > 0)
+    seats = Seats(cluster, (0, 1, 2, 3))
+    found = StagesInTurn(PreparedProblem(problem, 1), space, setting, seats, 1, 8)
+    assert len([*found.candidates(lambda: 0.0)]) <= 2 < len([*found.candidates(lambda: 1.0)])
 
 
 def test_the_space_of_auto_follows_from_the_registry() -> None:

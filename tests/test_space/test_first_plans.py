@@ -128,6 +128,36 @@ def test_no_plan_is_made_without_time_or_memory_for_it(monkeypatch: pytest.Monke
         assert trials.may_fit(candidate, left) is may
 
 
+def test_the_best_plan_is_made_though_time_is_just_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the time is no reason for one that takes five times as long."""
+    trials: Any = object.__new__(Trials)
+    trials.found, trials.budget = [(5.0, "made"), (1.0, "best")], SimpleNamespace(spent=20, left=0)
+    monkeypatch.setattr(Trials, "price", lambda _, seconds, one: seconds)
+    for seconds, chosen in ((1.9, "best"), (2.1, "made")):
+        making = {"made": 0.0, "best": seconds}
+        monkeypatch.setattr(Trials, "making", lambda _, one, making=making: making[one])
+        assert trials.chosen[1] == chosen
+
+
+@pytest.mark.parametrize(("share", "stopped", "judged"), [
+    (0.9, False, 1), (1.1, False, 0), (0.9, True, 0),
+])  # fmt: skip
+def test_one_plan_is_made_of_what_fits_by_the_estimate(
+    share: float, stopped: bool, judged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One and no more, whatever the time, unless the user ends the search."""
+    trials: Any = object.__new__(Trials)
+    one: Any = SimpleNamespace(setting=SimpleNamespace(schedule="1f1b"))
+    trials.elsewhere, trials.found, trials.beyond = float("inf"), [], {}
+    trials.waiting = [(seconds, share, one) for seconds in (1.0, 2.0)]
+    trials.budget = SimpleNamespace(stopped=stopped)
+    monkeypatch.setattr(Trials, "over", lambda *_: True)
+    monkeypatch.setattr(Trials, "filled", lambda *_: share)
+    monkeypatch.setattr(Trials, "_judge", lambda self, *_: self.found.append((3.0, one)))
+    assert trials.settle(0.8) == 1.0 + judged
+    assert len(trials.found) == judged
+
+
 def test_plans_with_room_to_spare_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph-free ledger tells what surely fits: making a plan takes long."""
     monkeypatch.setattr(Trials, "quick", lambda *_: False)

@@ -98,7 +98,7 @@ class FirstPlans:
             share, less = branch.seats.share, 1.0
             for one in branch.likely(share):
                 taken = trials.offer(one)
-                (lacking.add if taken > 1 else lacking.discard)(schedule)
+                lacking = lacking | {schedule} if taken > 1 else lacking - {schedule}
                 if taken > sure:
                     seconds, less = self._seconds(one), min(less, SPARING * SURE / taken)
             if less < 1 and share * less > LEAST and not branch.space.placement:
