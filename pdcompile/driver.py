@@ -354,13 +354,15 @@ def _captured(
         model, flat, layout, options.loss_fn, capture_size(options, chosen),
         chosen.training.autocast,
     )  # fmt: skip
-    if options.plan is not None and options.capture_file is not None:
-        found = read_capture(options.capture_file, options.plan, call)
+    known, trains = options.plan or options.like, chosen.training.kind.trains
+    form = (call.autocast, trains)  # of what is recorded
+    alike = known and (known.training.autocast, known.training.kind.trains) == form
+    if alike and options.capture_file is not None:
+        found = read_capture(options.capture_file, known, call)
         if isinstance(found, Capture):
             listener.told(f"the ops are those of {found.kept}, not compared with the model")
             return found
         listener.told(f"captured again: {found}")
-    trains = chosen.training.kind.trains
     found = capture(
         model, flat, layout, options.loss_fn,
         microbatch_size=call.microbatch_size, autocast=call.autocast, evaluates=not trains,
@@ -382,7 +384,7 @@ def _with_outputs(chosen: Configuration, graph: OpGraph, options: Options) -> Co
 
 def _write_capture(captured: Capture, options: Options, plan: Plan, listener: Listener) -> None:
     """Write the capture beside the plan that was made, where there is a file for it."""
-    if options.plan is not None or options.capture_file is None:
+    if options.plan is not None or options.like is not None or options.capture_file is None:
         return
     if reason := write_capture(captured, options.capture_file, plan):
         listener.told(f"the capture is not kept beside the plan: {reason}")

@@ -301,7 +301,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     verbs = (tmp_path / "command_line.html").read_text(encoding="utf-8")
     assert "--time-limit" in verbs
     assert "[bold]" not in verbs
-    assert "What would the best plan be on other machines or with another schedule?" in verbs
+    assert "Plan TARGET again on other machines or with other options, and compare." in verbs
     names = (tmp_path / "api.html").read_text(encoding="utf-8")
     documented = set(re.findall(r'id="pdcompile\.(?:errors\.|reference\.)?(\w+)"', names))
     assert {*pdcompile.__all__} - documented == set()

@@ -11,7 +11,6 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.ir.graph import OpCost, OpGraph
 from pdcompile.passes.planning.memory_limits import within_ledgers
-from pdcompile.passes.planning.whatif import whatif
 from pdcompile.plan import (
     NOT_CERTIFIED,
     Forecast,
@@ -22,7 +21,6 @@ from pdcompile.plan import (
 )
 from pdcompile.problem import Item, Partition, PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Forbid
-from pdcompile.problem.scenario import Scenario
 from pdcompile.units import parse_bytes
 from tests.helpers.graphs import chain
 from tests.helpers.planned import planned
@@ -82,16 +80,6 @@ def test_only_what_the_formula_rules_out_is_called_infeasible() -> None:
     assert "it is not proved that there is none" in unknown.message
     found = planned(graph, Cluster.local(2, memory=named(unknown)), schedule="2bw")
     assert "memory by the planner's formula and by the schedule's ledger" in found.certificate.scope
-
-
-def test_what_if_names_such_a_limit_too() -> None:
-    plan: Plan = planned(sized([50_000] * 4), Cluster.local(2))
-    with pytest.raises(InfeasibleError) as caught:
-        whatif(plan, Scenario(memory="1000 B"))
-    enough = named(caught.value)
-    after = whatif(plan, Scenario(memory=f"{enough} B"))[1]
-    assert after.forecast is not None
-    assert max(ledger.total_bytes for ledger in after.forecast.ledgers) <= enough
 
 
 def test_constraints_that_contradict_each_other_ask_for_no_memory() -> None:

@@ -32,17 +32,15 @@ from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.solved_problem import placed
-from pdcompile.passes.planning.whatif import command, extra_warmup, whatif
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment
 from pdcompile.plan.evaluate import Evaluation, measure, violations
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Pin
-from pdcompile.problem.scenario import Scenario
 from pdcompile.problem.space import SearchSpace
-from tests.helpers.alike import Call
+from tests.helpers.alike import WORKLOAD, Call
 from tests.helpers.graphs import chain, residual
-from tests.helpers.planned import moved, neighbours, planned
+from tests.helpers.planned import moved, planned
 from tests.helpers.problems import chain_problem, random_problem
 
 
@@ -144,7 +142,7 @@ def write(plan: Plan, folder: Path) -> str:
 def test_the_verb(schedule: str, tmp_path: Path, call: Call) -> None:
     cluster = replace(Cluster.parse("3"), notes=())
     plan = planned(residual(4), cluster, schedule=schedule, constraints=(Pin("wte", 0),))
-    code, out, err = call("explain", write(plan, tmp_path))
+    code, out, err = call("explain", write(replace(plan, command=("a.py:build",)), tmp_path))
     assert (code, err) == (0, "")
     for part in ("certificate: ", "bound by", " decides", "0 | 1", "1 | 2", "next-best cut",
                  "without one limit or option", "--bandwidth unlimited"):  # fmt: skip
@@ -155,27 +153,24 @@ def test_the_verb(schedule: str, tmp_path: Path, call: Call) -> None:
 
 def test_commands_tell_what_looser_limits_gain(tmp_path: Path, call: Call) -> None:
     """Limits of machines by `whatif`, constraints by planning again; each can be run as it is."""
-    small = replace(SMALL, devices=(Device("cpu", 15_000),) * 4)
-    made = ("a b.py:build", "--memory=15kB", "--pin=wte=0", "--max-stages=3", "--seed=1")
-    plan = replace(planned(residual(4), small), command=made)
-    path = write(plan, tmp_path)
-    again, second = (str(tmp_path / f"plan.again{n}.json") for n in ("", "-2"))
+    path, again = (str(tmp_path / f"plan{n}.json") for n in ("", ".again"))
+    made = ("--cluster=2x2", "--memory=1MB", "--apart=0,2", "--recompute=on", "--costs=estimated")
+    assert call("plan", WORKLOAD, *made, "-o", path)[0] == 0
     _, out, _ = call("explain", path)
-    found = [
-        shlex.split(line, comments=True)
-        for line in out.splitlines()
-        if line.startswith("pdcompile ")
-    ]
-    *looser, pinned, fewer = found
+    lines = (
+        line for line in out.splitlines() if line.startswith(("pdcompile whatif", "pdcompile plan"))
+    )
+    *looser, pinned = found = [shlex.split(line, comments=True) for line in lines]
     assert looser == [
-        ["pdcompile", "whatif", path, "--memory", "none"],
-        ["pdcompile", "whatif", path, "--bandwidth", "unlimited", "--latency", "0s"],
+        ["pdcompile", "whatif", WORKLOAD, path, "--memory", "none"],
+        ["pdcompile", "whatif", WORKLOAD, path, "--bandwidth", "unlimited", "--latency", "0s"],
+        ["pdcompile", "whatif", WORKLOAD, path, "--recompute", "off"],
     ]
-    for words in looser:
+    kept = [word for word in Plan.load(path).command if not word.startswith("--apart")]
+    assert pinned == ["pdcompile", "plan", *kept, "-o", again]
+    for words in found:
         assert call(*words[1:])[0] == 0
-    assert pinned == ["pdcompile", "plan", *made[:2], *made[3:], "-o", again]
-    assert fewer == ["pdcompile", "plan", *made[:3], made[4], "-o", second]
-    assert explain(planned(chain(3), Cluster.local(1))).commands == ()
+    assert explain(planned(chain(3), Cluster.local(2))).commands == ()  # nobody knows the command
 
 
 def test_the_verb_as_json(tmp_path: Path, call: Call) -> None:
@@ -307,52 +302,8 @@ def test_a_faster_cut_that_only_the_ledger_refuses() -> None:
     assert formula.next_best.items == one.better.items
 
 
-@pytest.mark.slow
-def test_a_search_over_more_than_the_cut_is_asked_again() -> None:
-    """One rank a stage: the problem inside answers both, with a device that nobody uses.
-
-    Single items could go faster by the formula, which says nothing of a bound by the ledgers: the
-    plan is no lie (`searched` checks it).
-    """
-    cluster = replace(SMALL, devices=(Device("cpu", 16_000),) * 4)
-    plan = searched("2bw", {"extra_warmup": (0, 1), "stages": 3}, cluster)
-    rivals = (Evaluation(placed(plan).problem, cut)
-              for _, cut in neighbours(placed(plan).problem, assignment(plan)))  # fmt: skip
-    least = min(one.seconds for one in rivals if not any(one.violations()))
-    assert least < plan.certificate.bound_seconds
-    assert explain(plan).broken == ()
-    change = Scenario(memory="none")
-    _, found, _ = whatif(plan, change)
-    assert found.certificate.objective_seconds <= least
-    said = command(plan, found, change, "b.json", "c.toml")
-    assert "--schedule=2bw" in said
-    assert f"--stages=3 --warmup={extra_warmup(plan)}" in said
-
-
-def test_limits_of_more_than_a_cut_are_not_eased_by_a_search_of_less(
-    tmp_path: Path, call: Call
-) -> None:
-    """Without the limit another number of ranks a stage is best, which no move of items finds."""
-    choice = {"replicas": "any", "recompute": (False, True)}
-    plan = searched("1f1b", choice, replace(SMALL, devices=(Device("cpu", 16_000),) * 4))
-    loose = replace(SMALL, devices=(Device("cpu"),) * 4)
-    free = searched("1f1b", choice, loose).certificate.objective_seconds
-    assert free < plan.certificate.objective_seconds
-    made = ("a b.py:build", "--cluster=far.toml", "--memory=16kB", "--cut-at=h.*,wte", "--seed=1")
-    path = write(replace(plan, command=made), tmp_path)
-    code, out, err = call("explain", path)
-    assert (code, err) == (0, "")
-    commands = [line for line in out.splitlines() if line.startswith("pdcompile ")]
-    files = [(2, str(tmp_path / "plan.again.json")), (3, str(tmp_path / "plan.again-2.json"))]
-    assert [shlex.split(line, comments=True) for line in commands] == [
-        ["pdcompile", "plan", *made[:i], *made[i + 1 :], "-o", again] for i, again in files
-    ]
-    assert commands[0].endswith("  # without --memory=16kB")
-    assert explain(plan).commands == ()  # nobody knows the command
-
-
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("verb", [["explain"], ["whatif", "--memory", "1GB"], ["diff"]])
+@pytest.mark.parametrize("verb", [["explain"], ["simulate"], ["diff"]])
 def test_no_torch_is_needed(verb: list[str], tmp_path: Path) -> None:
     path = write(planned(chain(6), Cluster.local(2)), tmp_path)
     files = [path, path] if verb == ["diff"] else [path]

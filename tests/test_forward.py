@@ -18,13 +18,11 @@ from pdcompile import CutBefore
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError, ScheduleError
 from pdcompile.passes.check import check, check_programs
-from pdcompile.passes.planning.whatif import whatif
 from pdcompile.passes.schedules import forward, make_stream
 from pdcompile.passes.schedules.stream import evaluation
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Edge, Plan
 from pdcompile.plan.times import times_of
-from pdcompile.problem.scenario import Scenario
 from pdcompile.reference import reference
 from pdcompile.schedule import Action, Schedule
 from pdcompile.schedule.registry import allowed, several_a_rank, with_replicas
@@ -170,9 +168,6 @@ def test_what_trains_is_refused() -> None:
                 call(x, target=y)
             assert "predict or eval_step" in str(caught.value.remedy)
     assert "forward" not in (*allowed("any"), *with_replicas(), *several_a_rank())
-    with pytest.raises(ConfigError, match="costs are those of 'forward'"):
-        whatif(pipe.plan, Scenario(schedule="1f1b"))
-    assert whatif(pipe.plan, Scenario(microbatches=2))[1].training.schedule == "forward"
 
 
 def test_commands(tmp_path: Path, call: Call) -> None:

@@ -14,10 +14,11 @@ from benchmarks.published import piper_model
 from benchmarks.published.piper_model import MenuProblem
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.partition import partition
-from pdcompile.passes.planning.graph_free import straight_plan_of
+from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.schedules import memory_rule, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Plan, Training
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
 from pdcompile.problem.space import Setting
 from planning.published import REFERENCE
@@ -91,7 +92,8 @@ def planned(schedule: str, stages: Cut, num_microbatches: int) -> Plan:
     training = Training(schedule, num_microbatches, num_microbatches, depths)
     level = Level("link", count, problem.stages[0].bytes_per_second)
     cluster = Cluster((Device("v100", DEVICE_BYTES),) * count, (level,))
-    return straight_plan_of(problem, stages.stage_of, stages.certificate, training, cluster)
+    plan = plan_of(Evaluation(problem, stages.stage_of), training)
+    return replace(plan, certificate=stages.certificate, cluster=cluster.to_toml(), problem=problem)
 
 
 def simulated(plan: Plan, *, recompute: bool) -> Outcome:

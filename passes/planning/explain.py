@@ -63,7 +63,6 @@ def explain(plan: Plan, *, where: str = "plan.json") -> Explanation:
     claimed = plan.certificate.objective_seconds
     edited = not math.isclose(objective, claimed, rel_tol=1e-6, abs_tol=1e-300)
     breaks = _by_ledger(plan, found)
-    straight = not found.placed and [own[0] for own in plan.ranks] == [*range(len(plan.stages))]
     return Explanation(
         objective_seconds=objective,
         flush=found.deployment.flush,
@@ -76,25 +75,26 @@ def explain(plan: Plan, *, where: str = "plan.json") -> Explanation:
         broken=tuple(broken(found)),
         edited=edited,
         names=tuple(item.name for item in problem.items),
-        commands=(*(_looser(found, where) if straight else ()), *_again(plan, straight, where)),
+        commands=(*_looser(plan, found, where), *_again(plan, where)),
     )
 
 
-def _looser(found: Evaluation, where: str) -> Iterator[str]:
-    """`whatif` without limits of machines, of a plan whose stage s has rank s alone."""
-    stages = found.problem.stages
+def _looser(plan: Plan, found: Evaluation, where: str) -> Iterator[str]:
+    """`whatif` without limits of machines, and without recomputation."""
+    asked, stages = ["pdcompile", "whatif", *plan.command[:1], where], found.problem.stages
+    if not plan.command:
+        return
     if any(one.memory_bytes is not None for one in stages):
-        yield shlex.join(["pdcompile", "whatif", where, "--memory", "none"])
+        yield shlex.join([*asked, "--memory", "none"])
     if any(math.isfinite(one.bytes_per_second) or one.latency_seconds for one in stages[1:]):
-        free = ["--bandwidth", "unlimited", "--latency", "0s"]
-        yield shlex.join(["pdcompile", "whatif", where, *free])
+        yield shlex.join([*asked, "--bandwidth", "unlimited", "--latency", "0s"])
+    if any(stage.recompute for stage in plan.stages):
+        yield shlex.join([*asked, "--recompute", "off"])
 
 
-def _again(plan: Plan, straight: bool, where: str) -> Iterator[str]:
-    """The command that made the plan without each of its constraints, and without limits that
-    `whatif` cannot leave out."""
+def _again(plan: Plan, where: str) -> Iterator[str]:
+    """The command that made the plan without each of its constraints."""
     limits = {f"--{name.replace('_', '-')}" for name in KINDS}
-    limits |= {"--memory", "--recompute"} if not straight else set()
     file = Path(where)
     target, *made = plan.command or ("",)
     left: dict[tuple[str, ...], str] = {}

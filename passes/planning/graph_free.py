@@ -4,24 +4,18 @@ Stages, edges and tied parameters follow from a problem and an assignment of its
 the graph knows is approximated: activations are the sum over items, where a plan counts a storage
 once that two items of a stage save (and what is received not as saved), and workspace is the
 largest of an op, where a plan walks the backward.  Receive slots, sends, weights, gradients and
-optimizer state are those of the plan.  Another plan of the same model tells what the caller gives
-and gets and what libraries such as cuBLAS take, and of a cut that it has too, all.
+optimizer state are those of the plan.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from pdcompile.cluster import Cluster
 from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.simulate.ledger import ledgers
 from pdcompile.plan import (
     NOT_CERTIFIED,
-    Certificate,
     Edge,
-    Forecast,
     MemoryLedger,
     Plan,
     StagePlan,
@@ -68,64 +62,6 @@ def plan_of(found: Evaluation, training: Training, *, merge: bool = False) -> Pl
     tied = _tied(problem, stage_of)
     edges = _edges(problem, stage_of, merge)
     return Plan("", tuple(stages), edges, tied, training, "", NOT_CERTIFIED)
-
-
-def straight_plan_of(
-    problem: PartitionProblem,
-    stage_of: Sequence[int],
-    certificate: Certificate,
-    training: Training,
-    cluster: Cluster,
-    like: Plan | None = None,
-) -> Plan:
-    """A straight plan of the assignment, with ledgers in its forecast where the schedule is short.
-
-    The forecast's step is the planner's objective (times the microbatches without a flush); its
-    bubble and traffic are not filled in.
-
-    Args:
-        like: a straight plan of the same model, which knows what its ops keep.
-    """
-    found = Evaluation(problem, stage_of)
-    plan = replace(
-        plan_of(found, training),
-        certificate=certificate,
-        cluster=cluster.to_toml(),
-        problem=problem,
-    )
-    if 2 * len(plan.stages) * training.num_microbatches > MOST_INSTRUCTIONS:
-        return plan
-    seconds = found.seconds * (1 if found.deployment.flush else problem.num_microbatches)
-    rate = training.batch_size / seconds if seconds > 0 else 0.0
-    known = plan if like is None or like.forecast is None else _as_known(plan, like)
-    return replace(plan, forecast=Forecast(seconds, rate, 0.0, (), ledgers_of(known)))
-
-
-def _as_known(plan: Plan, like: Plan) -> Plan:
-    """The plan with what only the graph knows, as far as another plan tells it."""
-    ours, theirs = plan.training, like.training
-    size, was = (-(-one.batch_size // one.num_microbatches) for one in (ours, theirs))
-    batch = ours.batch_size / theirs.batch_size
-    if size == was and [set(s.ops) for s in plan.stages] == [set(s.ops) for s in like.stages]:
-        stages = [replace(s, input_bytes=math.ceil(s.input_bytes * batch)) for s in like.stages]
-        return replace(plan, stages=tuple(stages), edges=like.edges)
-    more = _beside(like)
-    stages = [replace(s, workspace_bytes=s.workspace_bytes + more) for s in plan.stages]
-    for at in (0, -1):  # the first has most of the inputs, the last has targets and all outputs
-        stages[at] = replace(
-            stages[at],
-            input_bytes=math.ceil(like.stages[at].input_bytes * batch),
-            output_bytes=math.ceil(like.stages[at].output_bytes * size / was),
-        )
-    return replace(plan, stages=tuple(stages))
-
-
-def _beside(plan: Plan) -> int:
-    """Bytes of workspace that every stage has besides that of its largest op, such as cuBLAS's."""
-    items = plan.problem.items if plan.problem is not None else ()
-    largest = {op: item.workspace_bytes for item in items for op in item.ops}
-    own = [max((largest.get(op, 0) for op in stage.ops), default=0) for stage in plan.stages]
-    return max(0, min(s.workspace_bytes - n for s, n in zip(plan.stages, own, strict=True)))
 
 
 def ledgers_of(plan: Plan) -> tuple[MemoryLedger, ...]:

@@ -6,7 +6,6 @@ recomputation, which stages share a rank) the stages say.  Needs no torch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, plain, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
-from pdcompile.problem import Item, MemoryRule, PartitionProblem, Traffic
+from pdcompile.problem import MemoryRule, PartitionProblem
 from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 
@@ -128,30 +127,4 @@ def space_of_cut(plan: Plan) -> SearchSpace:
         recomputed=again if len({*again}) > 1 else (),
         placement=training.kind.placement(count, places) if places < count else (),
         homes=(training.updates == "home",),
-    )
-
-
-def scaled(problem: PartitionProblem, factor: float) -> PartitionProblem:
-    """The problem with microbatches `factor` times as large; weights stay, all else follows."""
-
-    def item(one: Item) -> Item:
-        return replace(
-            one,
-            forward_seconds=one.forward_seconds * factor,
-            backward_seconds=one.backward_seconds * factor,
-            saved_bytes=math.ceil(one.saved_bytes * factor),
-            workspace_bytes=math.ceil(one.workspace_bytes * factor),
-        )
-
-    def value(one: Traffic) -> Traffic:
-        return replace(
-            one,
-            forward_bytes=math.ceil(one.forward_bytes * factor),
-            backward_bytes=math.ceil(one.backward_bytes * factor),
-        )
-
-    return replace(
-        problem,
-        items=tuple(map(item, problem.items)),
-        traffic=tuple(map(value, problem.traffic)),
     )

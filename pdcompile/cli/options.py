@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ from pdcompile.cli.output import Result
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options, texts
 from pdcompile.options.row import Flag, Row, rows_of
-from pdcompile.options.table import ROWS
+from pdcompile.options.table import PLANNING, ROWS
 from pdcompile.pass_runner import collecting_seldom
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import KINDS as CONSTRAINTS
@@ -56,7 +56,7 @@ AsJson = Annotated[
 WARMUP = Row(
     "Microbatches in flight between neighbouring stages beyond one, to hide transfers; auto: 0 or "
     "1.",
-    flag=Flag("auto|E", texts.warmup, verbs=("plan",), remedy="auto, or numbers such as 0,1"),
+    flag=Flag("auto|E", texts.warmup, verbs=PLANNING, remedy="auto, or numbers such as 0,1"),
     name="warmup",
     panel="Search",
 )
@@ -171,6 +171,33 @@ class Flags:
         found |= more
         silent = {name: one for name, one in workload.options.items() if found.get(name) is None}
         return Options.given(found | silent | {"optimizer": self._optimizer(workload)})
+
+    def with_said(self, **said: Any) -> Flags:
+        """These flags, with others said."""
+        return replace(self, said={**self.said, **said})
+
+    @staticmethod
+    def of_words(words: Sequence[str]) -> dict[str, Any]:
+        """Values by the names of rows, of what `words` gave.
+
+        Raises:
+            ConfigError: there is no such option any more.
+        """
+        rows, said = {**ROWS, **OWN}, dict[str, Any]()
+        for word in words:
+            name, is_given, value = word.removeprefix("--").partition("=")
+            row = rows.get(name := name.replace("-", "_"))
+            if row is None or row.flag is None:
+                raise ConfigError(
+                    f"the plan's command has {word}, and there is no such option",
+                    where="plan: command",
+                    remedy="make the plan again with this version: pdcompile plan TARGET",
+                )
+            if row.flag.type == list[str]:
+                said[name] = [*said.get(name, []), value]
+            else:
+                said[name] = row.flag.type(value) if is_given else True
+        return said
 
     def words(self) -> tuple[str, ...]:
         """The options that decide what becomes of a target, as ``--name=value``."""

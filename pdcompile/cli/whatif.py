@@ -1,90 +1,111 @@
-"""``pdcompile whatif``: the problem inside a plan, solved again under other limits."""
+"""``pdcompile whatif``: plan again on other machines or with other options, and compare."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
-
-from pdcompile.cli.options import PlanFile, verb
-from pdcompile.cli.output import Result, write_text
+from pdcompile.cli.options import Flags, Target, argument, compiled, verb, written_to
+from pdcompile.cli.output import Result, as_written, write_text
+from pdcompile.cluster import Cluster
+from pdcompile.clusters import cluster_of
+from pdcompile.errors import ConfigError, PlanError
+from pdcompile.files import capture_beside
 from pdcompile.plan import Plan
-from pdcompile.problem.scenario import Scenario
+from pdcompile.problem.scenario import Scenario, changed_cluster
 
-CHANGED = "changed.toml"  # the changed machines, where nobody has written them to a file yet
-SHOWN = ("training", "cluster", "stages", "certificate", "forecast")  # of each side, as JSON
-COSTS = (
-    "costs are those of the plan; a step is the objective's, without updates; memory is that of "
-    "the schedule's ledger, where activations and workspace of another cut are added up over ops, "
-    "which a plan counts exactly"
-)
+OF_MACHINES = ("cluster", "memory")
+OF_FUNCTIONS = ("optimizer", "loss_reduction")  # options that may name code
 
 
 @verb()
 def whatif(
-    plan: PlanFile,
-    flags: Scenario,
-    write_cluster: Annotated[
+    target: Target,
+    plan: Annotated[Path, argument("PLAN", "The plan.json that it is compared with.")],
+    flags: Flags,
+    machines: Scenario,
+    output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the changed cluster, for `pdcompile plan --cluster FILE`."
-        ),
+        written_to("Write the new plan to this file, and changed machines beside it (FILE.toml)."),
     ] = None,
 ) -> Result:
-    """What would the best plan be on other machines or with another schedule?
+    """Plan TARGET again on other machines or with other options, and compare.
 
-    The problem that the planner solved is in the plan file; it is solved again under the changed
-    limits, and compared as `pdcompile diff` does. Costs are those of the plan. No plan is written:
-    its stages would need the model, and the command that makes it is printed. Needs no model and
-    no torch.
+    Options that are left out are those of the command that made PLAN. The ops are those of the
+    capture beside PLAN, which is not made again; differences are shown as `pdcompile diff` does.
 
     Examples:
 
-      pdcompile whatif plan.json --memory 24GB --bandwidth inter=12.5GB/s --devices 4x8
+      pdcompile whatif examples/gpt.py:build plan.json --memory 24MB --recompute auto
 
-      pdcompile whatif plan.json --schedule 2bw --json
-    """  # fmt: skip
+      pdcompile whatif examples/gpt.py:build plan.json --bandwidth inter=12.5GB/s --devices 4x8
+
+      pdcompile whatif examples/gpt.py:build plan.json --schedule 2bw -o other.json
+    """
     from rich.text import Text
 
-    from pdcompile.passes.planning.whatif import command
-    from pdcompile.passes.planning.whatif import whatif as answered
     from pdcompile.plan.diff import diff
     from pdcompile.report.diff_table import diff_report
-    from pdcompile.report.progress import compiling
 
-    loaded = Plan.load(plan)
-    with compiling(lines=True, title="solving") as listener:
-        listener.starts("again")
-        before, after, notes = answered(loaded, flags, progress=listener.found, where=str(plan))
-    if write_cluster is not None:
-        write_text(write_cluster, after.cluster)
-    output = str(plan.with_name(f"{plan.stem}.whatif.json"))  # and this plan stays
-    line = command(loaded, after, flags, output, str(write_cluster or CHANGED))
-    notes += tuple(_about_command(loaded, after, line))
+    before = Plan.load(plan)
+    flags, more, notes = _again(before, str(plan), target, flags, machines)
+    _, made = compiled(
+        target, flags, capture_file=capture_beside(plan), like=before, verify="off", **more
+    )
+    after = made.plan
+    if output is not None:
+        if changed := more.get("cluster"):
+            file = output.with_suffix(".toml")
+            write_text(file, changed.to_toml())
+            flags = flags.with_said(cluster=str(file))
+        after = replace(after, command=(target, *flags.words()))
+        write_text(output, after.to_json() + "\n")
     found = diff(before, after)
-    sides = {"before": before, "after": after}
     document = {
         "status": after.certificate.status,
         "differences": found,
-        **{side: {name: getattr(one, name) for name in SHOWN} for side, one in sides.items()},
+        "plan": as_written(after),
         "notes": notes,
-        "command": line,
     }
-    shown = [Text(f"note: {note}") for note in (*notes, COSTS)]
-    report = diff_report(found, str(plan), "what if", "objective")
-    last = f"to get this plan: {line}"
-    return Result(document, [report, *shown, last], [write_cluster])
+    report = diff_report(found, str(plan), str(output or "what if"))
+    return Result(document, [report, *(Text(f"note: {note}") for note in notes)], [output])
 
 
-def _about_command(plan: Plan, after: Plan, line: str) -> Iterator[str]:
-    if CHANGED in line:
-        yield f"--write-cluster {CHANGED} makes that file"
-    if plan.training.batch_size != after.training.batch_size:
-        yield f"TARGET has to give minibatches of {after.training.batch_size} samples"
+def _again(
+    plan: Plan, where: str, target: str, flags: Flags, machines: Scenario
+) -> tuple[Flags, dict[str, Any], tuple[str, ...]]:
+    """The flags that made a plan with those that are said now, and machines that no flag tells.
+
+    Raises:
+        PlanError: it does not tell the command that made it.
+        ConfigError: its command names code in another file than the target's.
+    """
     if not plan.command:
-        yield (
-            "the plan does not tell the command that made it: give the options, optimizer and "
-            "costs that it was made with"
+        raise PlanError(
+            "the plan does not tell the command that made it, and so not its options",
+            where=f"{where}: command",
+            remedy="make it with pdcompile plan; or plan with other options in Python, save both, "
+            "and compare them: pdcompile diff a.json b.json",
         )
+    before = Flags.of_words(plan.command[1:])
+    for name, text in before.items():
+        file = text.rpartition(":")[0] if name in OF_FUNCTIONS else ""
+        if file and name not in flags.said and file != target.rpartition(":")[0]:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"the plan was made with {option} {text}, and code is not run because a plan names "
+                "it",
+                where=option,
+                remedy=f"give it again: {option} {text}",
+            )
+    said = {**before, **flags.said}
+    if not machines.changes:
+        return Flags(said, "plan"), {}, ()
+    text = said.get("cluster", "auto")
+    cluster = Cluster.from_toml(plan.cluster, where=where) if text == "auto" else cluster_of(text)
+    if "memory" in said and machines.memory is None:
+        machines = replace(machines, memory=said["memory"])
+    cluster, notes = changed_cluster(cluster, machines)
+    kept = {name: value for name, value in said.items() if name not in OF_MACHINES}
+    return Flags(kept, "plan"), {"cluster": cluster}, notes

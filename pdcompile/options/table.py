@@ -33,6 +33,7 @@ from pdcompile.schedule.written import named
 
 COUNTED = next(kind.name for kind in KINDS.values() if kind.extra is not None)
 USES_STAGES = ("verify", "run")  # verbs that take generated stages
+PLANNING = ("plan", "whatif")  # verbs that make plans
 
 
 def default_optimizer(parameters: Any) -> Any:
@@ -291,7 +292,7 @@ class MachineOptions:
         "Memory limit of every device, for example '16 GB' or '512 MiB'.",
         "A number is one of bytes.",
         check=values.memory,
-        flag=Flag("BYTES"),
+        flag=Flag("BYTES", verbs=("plan", "dump", *USES_STAGES)),
     )
     group: Any = option(
         None,
@@ -341,7 +342,7 @@ class SearchOptions:
         check=one_of(0, 1, "any"),
         compared=True,
         of_search=True,
-        flag=Flag("0|1|any", texts.words(0, 1, "any"), verbs=("plan",)),
+        flag=Flag("0|1|any", texts.words(0, 1, "any"), verbs=PLANNING),
     )
     time_limit: float | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Scenario: other machines and another schedule for a plan's problem, and the new cluster."""
+"""Scenario: other machines than those of a plan, and the new cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pdcompile.cluster import MAX_DEVICES, Cluster, Level
 from pdcompile.errors import ConfigError, some
 from pdcompile.options.row import Flag, option
-from pdcompile.schedule.registry import KINDS
 from pdcompile.units import format_rate, parse_bytes, parse_rate, parse_seconds
 
 NEW_LEVEL = "network"
@@ -21,11 +20,11 @@ BY_HAND = "describe the machines in a cluster.toml and plan with it"
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Changed conditions in the texts of the command line; what is left out stays as it is."""
+    """Changed machines in the texts of the command line; what is left out stays as it is."""
 
     devices: str | None = option(
         None,
-        "Other machines of the same kind, one stage a device: 4x8.",
+        "As many machines of the same kind: 4x8.",
         flag=Flag("HOSTSxDEVICES"),
         panel="Machines",
     )
@@ -54,25 +53,10 @@ class Scenario:
         flag=Flag("[DEVICE=]FACTOR", type=list[str]),
         panel="Machines",
     )
-    schedule: str | None = option(
-        None, f"One of {', '.join(KINDS)}.", flag=Flag(), panel="Training"
-    )
-    microbatches: int | None = option(
-        None, "Microbatches in a minibatch.", flag=Flag("M", type=int, least=1), panel="Training"
-    )
-    batch_size: int | None = option(
-        None, "Samples in a minibatch.", flag=Flag(type=int, least=1), panel="Training"
-    )
-    time_limit: float | None = option(
-        None,
-        "Stop the search then, with the best answer so far and its gap.",
-        flag=Flag("SECONDS", type=float, least=0),
-        panel="Search",
-    )
 
     @property
-    def of_machines(self) -> bool:
-        """True if it changes what the stages run on."""
+    def changes(self) -> bool:
+        """True if any of it was said."""
         return any((self.devices, self.memory, self.bandwidth, self.latency, self.speed))
 
 

@@ -40,9 +40,8 @@ FORMATS: tuple[tuple[str, Callable[[Any], str]], ...] = (  # by the end of a nam
 )
 
 
-def diff_report(found: PlanDiff, a: str, b: str, forecast: str = "forecast") -> Group:
-    """Fingerprints, moved ops, one table of all that differs; `a` and `b` are names of files,
-    `forecast` that of the times of a step."""
+def diff_report(found: PlanDiff, a: str, b: str) -> Group:
+    """Fingerprints, moved ops, one table of all that differs; `a` and `b` are names of files."""
     if found.identical:
         return Group(Text("the plans are identical (the planner's own running time apart)"))
     parts: list[RenderableType] = [Text(f"a: {a}\nb: {b}")]
@@ -52,7 +51,7 @@ def diff_report(found: PlanDiff, a: str, b: str, forecast: str = "forecast") -> 
     if found.moved:
         parts += [Text(""), moved_table(found.moved)]
     rows = [
-        ({"edges": "traffic", "forecast": forecast}.get(name, name), one)
+        ({"edges": "traffic"}.get(name, name), one)
         for name in SECTIONS
         for one in getattr(found, name)
         if one.what != "scope"  # sentences

@@ -13,19 +13,14 @@ import pytest
 import pdcompile
 from examples.gpt import loss_fn
 from pdcompile import Split
-from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError
 from pdcompile.parts.shard import Split as Family
 from pdcompile.passes.parts import in_parts
 from pdcompile.passes.parts.layouts import Layouts, lay_out
-from pdcompile.passes.planning.whatif import command
 from pdcompile.plan import Plan, Training
-from pdcompile.problem.constraints import Pin, option, parsed, smallest_conflict
-from pdcompile.problem.scenario import Scenario
+from pdcompile.problem.constraints import option, parsed, smallest_conflict
 from tests.helpers.divided import batch_of, model_of
-from tests.helpers.graphs import chain
 from tests.helpers.launch import processes
-from tests.helpers.planned import planned
 from tests.test_parts.test_experts import capture_of
 from tests.test_parts.test_pipelines import COMMON, agree
 
@@ -207,13 +202,3 @@ def test_on_four_ranks_as_plain_pytorch(tmp_path: Path) -> None:
         ["samples", ["blocks.0", "width"], ["blocks.1.attention", "whole"]],
     ]
     agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
-
-
-def test_the_command_divides_modules_as_before() -> None:
-    """A problem has nothing of how ops are divided: the command says it again."""
-    plan = planned(chain(8), Cluster.local(4), constraints=(Pin("layers.0", 0),))
-    words = ("TARGET", "--parts=2", "--split-of=layers.0=width", "--pin=layers.0=1")
-    found = command(replace(plan, command=words), plan, Scenario(), "new.json", "machines.toml")
-    assert "--split-of=layers.0=width" in found
-    assert "--pin=layers.0=0" in found
-    assert "--pin=layers.0=1" not in found
