@@ -158,6 +158,56 @@ def test_one_plan_is_made_of_what_fits_by_the_estimate(
     assert len(trials.found) == judged
 
 
+@pytest.mark.parametrize(("seconds", "share", "making", "at_once"), [
+    (9.0, 0.9, 2.0, True), (9.9, 0.9, 2.0, False), (9.0, 1.01, 2.0, False), (9.0, 0.9, 6.0, False),
+])  # fmt: skip
+def test_the_plan_of_a_much_better_candidate_is_made_at_once(
+    seconds: float, share: float, making: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait behind looks at what is slower, until time is over."""
+    trials: Any = object.__new__(Trials)
+    one: Any = SimpleNamespace(setting=SimpleNamespace(schedule="1f1b"))
+    trials.elsewhere, trials.found, trials.beyond = float("inf"), [(10.0, None)], {}
+    trials.budget = SimpleNamespace(spent=5.0, left=15.0)
+    monkeypatch.setattr(Trials, "making", lambda *_: making)
+    assert trials._promises(seconds, share, one) is at_once
+
+
+def test_what_lacked_memory_is_put_off_for_as_many_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer of them hold less, and come in their turn."""
+    first: Any = object.__new__(FirstPlans)
+    order = list[str]()
+    room = SimpleNamespace(placement=(0,))
+
+    def branch(name: str, schedule: str, *counts: int) -> Any:
+        return SimpleNamespace(
+            setting=SimpleNamespace(schedule=schedule), counts=counts, space=room,
+            seats=SimpleNamespace(share=1.0), likely=lambda _: [name], name=name,
+        )  # fmt: skip
+
+    def offer(name: str) -> float:
+        order.append(name)
+        return 1.2 if name == "a 2" else 0.5
+
+    first.trials = SimpleNamespace(
+        sketch=False, over=lambda _: False, seen=True, some=True, offer=offer,
+        below_with_gain=float("inf"),
+    )  # fmt: skip
+    seconds = {"a 2": 1.0, "a 4": 1.1, "a 1": 1.2, "a any": 1.3, "b 2": 1.4, "b 8": 2.4}
+    every = [
+        branch("a 2", "a", 2), branch("a 4", "a", 4), branch("a 1", "a", 1),
+        branch("a any", "a", 1, 2), branch("b 2", "b", 2), branch("b 8", "b", 8),
+    ]  # fmt: skip
+    monkeypatch.setattr(FirstPlans, "_branches", lambda _: iter(every))
+    monkeypatch.setattr(FirstPlans, "_estimate", lambda _, one: seconds[one.name])
+    monkeypatch.setattr(FirstPlans, "_least", lambda _, one: 0.0)
+    monkeypatch.setattr(FirstPlans, "_seconds", lambda *_: 0.0)
+    first._judge(1.0)
+    assert order == ["a 2", "a 1", "a any", "b 2", "a 4", "b 8"]
+
+
 def test_plans_with_room_to_spare_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph-free ledger tells what surely fits: making a plan takes long."""
     monkeypatch.setattr(Trials, "quick", lambda *_: False)

@@ -82,7 +82,8 @@ class FirstPlans:
             (self._estimate(one), next(ticket), self._least(one), one) for one in self._branches()
         ]
         heapq.heapify(heap)
-        lacking, later = set[str](), set[int]()  # schedules that held too much; branches put off
+        lacking: dict[str, int] = {}  # fewest replicas with which a schedule held too much
+        later = set[int]()  # branches put off
         while heap and not (trials.over(until) and (trials.seen or trials.some)):
             seconds, number, least, branch = heapq.heappop(heap)
             if seconds == math.inf:
@@ -90,15 +91,18 @@ class FirstPlans:
             surely = max(least, seconds / ABOUT if len(branch.counts) == 1 else 0.0)
             if trials.seen and surely >= trials.below_with_gain:
                 continue
-            schedule = branch.setting.schedule
-            if schedule in lacking and number not in later:
+            schedule, width = branch.setting.schedule, min(branch.counts)
+            if width >= lacking.get(schedule, math.inf) and number not in later:
                 later.add(number)
                 heapq.heappush(heap, (seconds * PUT_OFF, number, least, branch))
                 continue
             share, less = branch.seats.share, 1.0
             for one in branch.likely(share):
                 taken = trials.offer(one)
-                lacking = lacking | {schedule} if taken > 1 else lacking - {schedule}
+                if taken > 1:
+                    lacking[schedule] = min(width, lacking.get(schedule, width))
+                elif lacking.get(schedule) == width:
+                    del lacking[schedule]
                 if taken > sure:
                     seconds, less = self._seconds(one), min(less, SPARING * SURE / taken)
             if less < 1 and share * less > LEAST and not branch.space.placement:

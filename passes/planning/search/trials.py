@@ -32,6 +32,7 @@ from pdcompile.units import format_seconds
 
 CHEAP = 0.05  # what a candidate that is dropped before it is simulated counts
 QUICK = 0.03  # of the time
+MUCH, LITTLE = 0.97, 0.25  # of the seconds of a step, and of the time: its plan is made at once
 BEYOND = 0.1  # of the time, in which the chosen plan may be made when it is over
 SURE = 0.8  # of the memory, by the graph-free ledger: what takes less fits
 EXACT = 1e-9  # relative: bounds this close to the best are met
@@ -188,7 +189,8 @@ class Trials:
             self._slower(candidate, seconds * scale)
             return 0.0
         self.tried += 1
-        if share <= 1 and (now or self.sketch or share <= SURE or self.quick(candidate)):
+        now = now or self.quick(candidate) or self._promises(seconds * scale, share, candidate)
+        if share <= 1 and (now or self.sketch or share <= SURE):
             return self._judge(seconds * scale, candidate, share)
         if self.sketch and not self.quick(candidate):
             return share
@@ -209,9 +211,13 @@ class Trials:
             if ends or (likely and unlikely):
                 return min(one[0] for one in waiting)
             self.waiting = [one for one in waiting if one is not first]
-            self._judge(first[0], first[2], math.inf)
-            self.beyond[first[2].setting.schedule] = self.filled(first[2]) / max(first[1], 1e-9)
+            self._judge(first[0], first[2], first[1])
         return math.inf
+
+    def _promises(self, seconds: float, share: float, candidate: Candidate) -> bool:
+        """True if it is much faster than all that fit, and its plan takes little of the time."""
+        much = seconds < MUCH * self.below and self._expected(share, candidate) <= 1
+        return much and self.making(candidate) < LITTLE * (self.budget.spent + self.budget.left)
 
     def _expected(self, share: float, candidate: Candidate) -> float:
         return share * self.beyond.get(candidate.setting.schedule, 1.0)
@@ -227,7 +233,8 @@ class Trials:
     def _judge(self, seconds: float, candidate: Candidate, share: float) -> float:
         """Make it the best if it fits; the share of its memory that a rank takes."""
         if (share > SURE and not self.sketch) or self.quick(candidate):
-            share = self.filled(candidate)
+            estimated, share = share, self.filled(candidate)
+            self.beyond[candidate.setting.schedule] = share / max(estimated, 1e-9)
         if share > 1:
             return share
         self._note(seconds, candidate)
