@@ -129,11 +129,11 @@ def test_no_plan_is_made_without_time_or_memory_for_it(monkeypatch: pytest.Monke
 
 
 def test_the_best_plan_is_made_though_time_is_just_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the time is no reason for one that takes five times as long."""
+    """A quarter of the time is no reason for one that takes five times as long."""
     trials: Any = object.__new__(Trials)
     trials.found, trials.budget = [(5.0, "made"), (1.0, "best")], SimpleNamespace(spent=20, left=0)
     monkeypatch.setattr(Trials, "price", lambda _, seconds, one: seconds)
-    for seconds, chosen in ((1.9, "best"), (2.1, "made")):
+    for seconds, chosen in ((4.9, "best"), (5.1, "made")):
         making = {"made": 0.0, "best": seconds}
         monkeypatch.setattr(Trials, "making", lambda _, one, making=making: making[one])
         assert trials.chosen[1] == chosen

@@ -33,7 +33,7 @@ from pdcompile.units import format_seconds
 CHEAP = 0.05  # what a candidate that is dropped before it is simulated counts
 QUICK = 0.03  # of the time
 MUCH, LITTLE = 0.97, 0.25  # of the seconds of a step, and of the time: its plan is made at once
-BEYOND = 0.1  # of the time, in which the chosen plan may be made when it is over
+BEYOND = 0.25  # of the time, in which the chosen plan may be made when it is over
 SURE = 0.8  # of the memory, by the graph-free ledger: what takes less fits
 EXACT = 1e-9  # relative: bounds this close to the best are met
 
