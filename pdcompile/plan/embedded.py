@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from pdcompile.errors import ConfigError, PlanError
-from pdcompile.problem import Item, PartitionProblem, Wish
+from pdcompile.errors import PlanError
+from pdcompile.problem import Item, PartitionProblem
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
@@ -44,44 +44,21 @@ def plain(plan: Plan) -> bool:
 
 
 def on_stages(problem: PartitionProblem, num_stages: int) -> PartitionProblem:
-    """The problem for so many stages: what is pinned to the last one stays on the last one.
-
-    Raises:
-        ConfigError: something is pinned to a stage that there would not be.
-    """
-    old = len(problem.stages)
-    if num_stages == old:
+    """The problem for so many stages, whose number was open: constraints that name one name the
+    last, and what is pinned there stays there."""
+    last = len(problem.stages) - 1
+    if num_stages == last + 1:
         return problem
 
-    def moved(pairs: tuple[tuple[int, int], ...], *, pinned: bool) -> tuple[tuple[int, int], ...]:
-        found = []
-        for item, stage in pairs:
-            new = num_stages - 1 if stage == old - 1 else stage
-            if new < num_stages:
-                found.append((item, new))
-            elif pinned:
-                raise ConfigError(
-                    f"{problem.items[item].name!r} is pinned to stage {stage}, and there would be "
-                    f"{num_stages} stages",
-                    where="--devices",
-                    remedy="plan without that pin first, or ask for more devices",
-                )
-        return tuple(found)
-
-    def wish(one: Wish) -> Wish:
-        return replace(
-            one,
-            pins=moved(one.pins, pinned=True),
-            forbidden=moved(one.forbidden, pinned=False),
-        )
+    def moved(pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((item, num_stages - 1 if s == last else s) for item, s in pairs)
 
     most = problem.max_stages
     return replace(
         problem,
         allow_empty=problem.allow_empty if most is None else most < num_stages,
-        pins=moved(problem.pins, pinned=True),
-        forbidden=moved(problem.forbidden, pinned=False),
-        wishes=tuple(map(wish, problem.wishes)),
+        pins=moved(problem.pins),
+        wishes=tuple(replace(wish, pins=moved(wish.pins)) for wish in problem.wishes),
     )
 
 
