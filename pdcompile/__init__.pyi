@@ -36,8 +36,6 @@ from pdcompile.plan import Plan as Plan
 from pdcompile.problem.constraints import Apart as Apart
 from pdcompile.problem.constraints import CutAt as CutAt
 from pdcompile.problem.constraints import CutBefore as CutBefore
-from pdcompile.problem.constraints import Forbid as Forbid
-from pdcompile.problem.constraints import MaxStages as MaxStages
 from pdcompile.problem.constraints import Pin as Pin
 from pdcompile.problem.constraints import Split as Split
 from pdcompile.problem.constraints import Together as Together

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pdcompile import Apart, CutAt, Forbid, MaxStages, Pin, Together
+from pdcompile import Apart, CutAt, Pin, Together
 from pdcompile.errors import PdcompileError
 from tests.helpers import models
 from tests.helpers.bad_inputs import (
@@ -129,12 +129,7 @@ PLANNER: dict[str, Case] = {
     ),
     "apart from nothing": ("CONFIG", "2 or more, got", lambda _: Apart("a")),
     "cuts at nothing": ("CONFIG", "nothing", with_options(constraints=[CutAt("nothing.*")])),
-    "forbidden everywhere": (
-        "INFEASIBLE",
-        "Forbid",
-        with_options(constraints=[Forbid("layers.0", 0, 1)]),
-    ),
-    "at most True stages": ("CONFIG", "True", lambda _: MaxStages(True)),
+    "a pin to stage True": ("CONFIG", "True", lambda _: Pin("a", True)),
     "batch_dims: no such dimension": ("INPUT", "dimension -9", with_options(batch_dims=-9)),
     "batch_dims: no such input": ("CONFIG", "nobody", with_options(batch_dims={"nobody": 0})),
     "time_limit: NaN": ("CONFIG", "time_limit=nan", with_options(time_limit=float("nan"))),

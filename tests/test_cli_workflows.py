@@ -49,7 +49,7 @@ def test_constraints_reach_the_plan_and_explain(tmp_path: Path, call: Call) -> N
     for wrong, place, remedy in (
         (("--cut-at", "blocks.*"), "CutAt('blocks.*')", "did you mean '0'"),
         (("--pin", "0"), "--pin", '--pin "h.0=1"'),
-        (("--apart", "0,2", "--max-stages", "1"), "cannot hold", "leave out Apart('0', '2')"),
+        (("--apart", "0,1", "--pin", "1=0"), "cannot hold", "leave out Apart('0', '1')"),
         (("--plan", plan_path, "--pin", "0=0"), "No such option", ""),
     ):
         code, _, err = call("plan", target, *flags[:-2], *wrong)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -351,7 +350,6 @@ def problem_of_spans(graph: OpGraph) -> PartitionProblem:
         stages=TWO,
         shared=assembly.shared(),
         pins=((assembly.output_item, 1),),
-        allow_empty=True,
     )
 
 
@@ -367,7 +365,7 @@ def best_bottleneck(problem: PartitionProblem) -> float:
         flows = [(t.producer, c) for t in problem.traffic for c in t.consumers]
         if any(stage_of[a] > stage_of[b] for a, b in (*flows, *problem.order)):
             continue
-        best = min(best, max(measure(replace(problem, allow_empty=True), stage_of).loads))
+        best = min(best, max(measure(problem, stage_of).loads))
     return best
 
 

@@ -22,8 +22,6 @@ from pdcompile.problem.constraints import (
     Apart,
     CutAt,
     CutBefore,
-    Forbid,
-    MaxStages,
     Pin,
     Split,
     Together,
@@ -89,11 +87,11 @@ def test_together_apart_and_cut_before() -> None:
             r"cannot hold together: Together\('h.0'\) and Apart\('h.0.up', 'h.0.down'\)",
         ),
         (
-            [Forbid("h.0.up", 0), Pin("h.1.up", 0)],
+            [Pin("h.0.up", -1), Pin("h.1.up", 0)],
             InfeasibleError,
-            r"limits that cannot hold together: Forbid\('h.0.up', 0\) and Pin\('h.1.up', 0\)",
+            r"limits that cannot hold together: Pin\('h.0.up', -1\) and Pin\('h.1.up', 0\)",
         ),
-        ([Forbid("h.0", -3)], ConfigError, "from 0 to 1"),
+        ([Pin("h.0", -3)], ConfigError, "from 0 to 1"),
         (["h.0"], ConfigError, "not a constraint"),
     ],
 )
@@ -104,29 +102,7 @@ def test_impossible_wishes_are_refused(
         problem_of(residual(2), *constraints)
 
 
-def test_forbidden_stages_and_fewer_stages() -> None:
-    graph = residual(3)
-    problem = problem_of(graph, Forbid("h.0", 0, -1), stages=3)
-    where = item_of(problem)
-    assert problem.forbidden == tuple(
-        (item, s) for item in sorted({where["up_0"], where["down_0"], where["add_0"],
-                                      where["gelu_0"]}) for s in (0, 2)
-    )  # fmt: skip
-    found, _ = partition(problem)
-    assert {found.stage_of[where[name]] for name in ("up_0", "down_0")} == {1}
-    assert "constraints Forbid('h.0', 0, -1)" in problem.scope
-    problem = problem_of(graph, MaxStages(2), stages=3)
-    assert (problem.max_stages, problem.allow_empty) == (2, True)
-    assert len(set(partition(problem)[0].stage_of)) <= 2
-    problem = problem_of(graph, MaxStages(3), stages=3)
-    assert (problem.max_stages, problem.allow_empty) == (3, False)
-
-
 def test_constraints_check_their_own_arguments() -> None:
-    with pytest.raises(ConfigError, match="stage numbers"):
-        Forbid("h.0")
-    with pytest.raises(ConfigError, match="from 1"):
-        MaxStages(0)
     with pytest.raises(ConfigError, match="stage number"):
         Pin("h.0", True)
     with pytest.raises(ConfigError, match="2 or more"):
@@ -199,23 +175,19 @@ def test_each_call_of_a_module_has_borders() -> None:
 def test_constraints_are_read_from_the_command_line() -> None:
     written = {
         "pin": ["h.0=1", "head=-1"],
-        "forbid": ["wte=1,2"],
         "together": ["wte, head"],
         "apart": ["h.0,h.1"],
         "cut_at": ["h.*", "head"],
         "cut_before": ["h.1"],
-        "max_stages": ["2"],
         "split_of": ["h.0=width"],
     }
     assert set(parsed(written)) == {
         Pin("h.0", 1),
         Pin("head", -1),
-        Forbid("wte", 1, 2),
         Together("wte", "head"),
         Apart("h.0", "h.1"),
         CutAt("h.*", "head"),
         CutBefore("h.1"),
-        MaxStages(2),
         Split("h.0", "width"),
     }
     assert parsed({}) == ()

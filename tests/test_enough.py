@@ -20,7 +20,7 @@ from pdcompile.plan import (
     Training,
 )
 from pdcompile.problem import Item, Partition, PartitionProblem, StageLimits
-from pdcompile.problem.constraints import Forbid
+from pdcompile.problem.constraints import Pin
 from pdcompile.units import parse_bytes
 from tests.helpers.graphs import chain
 from tests.helpers.planned import planned
@@ -83,7 +83,7 @@ def test_only_what_the_formula_rules_out_is_called_infeasible() -> None:
 
 
 def test_constraints_that_contradict_each_other_ask_for_no_memory() -> None:
-    wishes = (Forbid("layers.1", 0), Forbid("layers.1", 1))
+    wishes = (Pin("layers.1", 1), Pin("layers.2", 0))
     with pytest.raises(InfeasibleError) as caught:
         planned(chain(4), Cluster.local(2, memory=10**9), constraints=wishes)
     assert "memory" not in (caught.value.remedy or "")

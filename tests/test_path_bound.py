@@ -74,8 +74,7 @@ def branched(seed: int) -> PartitionProblem:
         rule = replace(rule, schedule="zb-h1", in_flight=())
     return PartitionProblem(
         tuple(items), tuple(traffic), limits, shared, memory=rule, num_microbatches=m,
-        objective="flush", allow_empty=r.random() < 0.15,
-        max_stages=r.choice((None, None, None, num_stages - 1)) if num_stages > 2 else None,
+        objective="flush",
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ SCRIPT = """
     import torch
     from torch import nn
     import pdcompile
-    from pdcompile.problem.constraints import MaxStages
+    from pdcompile.problem.constraints import Pin
 
     RANK = int(os.environ["RANK"])
     F, SGD, AdamW = nn.functional, torch.optim.SGD, torch.optim.AdamW
@@ -135,7 +135,7 @@ SCRIPT = """
         "seed": ({}, {"c": {"seed": 1}}),
         "reduction": ({}, {"c": {"loss_reduction": "sum"}}),
         "items": ({"c": {"loss_reduction": count}}, {"c": {"loss_reduction": count_more}}),
-        "constraints": ({}, {"c": {"constraints": [MaxStages(2)]}}),
+        "constraints": ({}, {"c": {"constraints": [Pin("0", 0)]}}),
         "batch": ({}, {"x": x[:4]}),
         "example": ({}, {"x": x.double()}),
     }

@@ -46,9 +46,8 @@ def coarsen(
     """Items in topological order, the traffic between them, and everything that binds them.
 
     Every op is in exactly one item.  What the user wants together stays several items, listed in
-    `together`; `MaxStages` below the number of stages allows empty ones.  One item is pinned to
-    the last stage: it holds the ops of the loss, or what makes the last of the model's output,
-    and stands for the consumer of the whole output.
+    `together`.  One item is pinned to the last stage: it holds the ops of the loss, or what makes
+    the last of the model's output, and stands for the consumer of the whole output.
 
     Args:
         own_ages: weights of stages differ in age: all users of a parameter are on one.
@@ -73,7 +72,6 @@ def coarsen(
     output = (assembly.output_item, len(stages) - 1)
     assembly.check_output_pin(dict(pin for wish in given for pin in wish.pins), len(stages) - 1)
     given = (*given, Wish(OUTPUT_WISH, pins=(output,)))
-    counts = [wish.max_stages for wish in given if wish.max_stages is not None]
     problem = PartitionProblem(
         items=assembly.items(),
         traffic=assembly.traffic(),
@@ -86,10 +84,7 @@ def coarsen(
         memory=memory or MemoryRule(in_flight=(1,) * len(stages)),
         num_microbatches=num_microbatches,
         objective=objective,
-        allow_empty=any(count < len(stages) for count in counts),
         scope=_scope(graph, groups, moved_seconds, constraints),
-        forbidden=tuple(sorted({pair for wish in given for pair in wish.forbidden})),
-        max_stages=min(counts, default=None),
         wishes=given,
     )
     if constraints:

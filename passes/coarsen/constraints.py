@@ -19,7 +19,6 @@ from pdcompile.problem.constraints import (
     Constraint,
     CutAt,
     CutBefore,
-    Forbid,
     Pin,
     Placed,
     Split,
@@ -97,20 +96,13 @@ class Constraints:
             there = [(position[name], s) for name, s in constraint.placed if name in position]
             pins = {(item_of[i], stage) for i, stage in there}
             return Wish(text, pins=tuple(sorted(pins)))
-        if isinstance(constraint, Forbid):
-            stages = sorted({_stage(s, num_stages, text) for s in constraint.numbers})
-            return Wish(text, forbidden=tuple((item, s) for item in items[0] for s in stages))
         if isinstance(constraint, Together):
             everything = sorted({item for part in items for item in part})
             return Wish(text, together=(tuple(everything),) if len(everything) > 1 else ())
         if isinstance(constraint, CutAt):
             return Wish(text, together=tuple(tuple(part) for part in items if len(part) > 1))
-        if isinstance(constraint, Apart | CutBefore):
-            pairs = {
-                tuple(sorted((item_of[a], item_of[b]))) for a, b in self._apart(constraint, found)
-            }
-            return Wish(text, apart=tuple((a, b) for a, b in sorted(pairs)))
-        return Wish(text, max_stages=constraint.numbers[0])
+        pairs = {tuple(sorted((item_of[a], item_of[b]))) for a, b in self._apart(constraint, found)}
+        return Wish(text, apart=tuple((a, b) for a, b in sorted(pairs)))
 
     def _apart(
         self, constraint: Constraint, found: tuple[tuple[int, ...], ...]

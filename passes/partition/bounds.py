@@ -32,8 +32,7 @@ def simple_bound(model: Model) -> float:
     """Seconds per microbatch: all work on all stages at full speed, and the largest group."""
     stages = model.problem.stages
     work = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
-    speeds = sorted((stage.speed for stage in stages), reverse=True)
-    spread = math.fsum(work) / math.fsum(speeds[: model.most_used])
+    spread = math.fsum(work) / math.fsum(stage.speed for stage in stages)
     largest = max(
         own / max(stage.speed for stage in stages[low : high + 1])
         for own, low, high in zip(work, model.lowest, model.highest, strict=True)

@@ -35,7 +35,6 @@ Key = tuple[int, int]  # stages left (0 where any number will do), ranks left
 Costs = Callable[[int, int, StageDeployment, slice], tuple[Matrix, Matrix]]
 Cost = Callable[[int], Matrix]  # stage → [I, J] seconds
 ONE = StageDeployment()
-EMPTY = StageDeployment(0)  # a rank that holds nothing
 
 
 class Piece(NamedTuple):
@@ -50,9 +49,9 @@ class Piece(NamedTuple):
 class Chains:
     """All ways to cut into stages on exactly so many ranks, between `size` ideals.
 
-    `menu`: what a stage may be; `stages`: how many there are, None for any number; where ranks may
-    be `EMPTY` the most.  `widths`: the replicas of each, where they are given; `recomputed`: which
-    of the stages do, where that is given.
+    `menu`: what a stage may be; `stages`: how many there are, None for any number; `widths`: the
+    replicas of each, where they are given; `recomputed`: which of the stages do, where that is
+    given.
     """
 
     size: int
@@ -78,10 +77,9 @@ class Chains:
         """
         full = np.full(self.size, np.inf)
         full[-1] = 0.0
-        some = EMPTY in self.menu
-        self.rest = {(left, 0): full for left in range((self.stages or 0) * some + 1)}
+        self.rest = {(0, 0): full}
         self.squares, self.choices = dict(self.rest), {}
-        for left in range(0 if some or not self.stages else 1, (self.stages or 0) + 1):
+        for left in range(1, self.stages + 1) if self.stages else (0,):
             for u in range(1, self.ranks + 1):
                 if self.budget is not None and self.budget.late:
                     raise OutOfTimeError
@@ -130,8 +128,7 @@ class Chains:
 
     def _behind(self, key: Key, option: StageDeployment) -> Key:
         left, u = key
-        stage = bool(self.stages) and option.replicas > 0
-        return left - stage, u - max(option.replicas, 1)
+        return left - bool(self.stages), u - option.replicas
 
     @property
     def _start(self) -> Key:
@@ -204,30 +201,24 @@ def straight_chains(
 ) -> Chains:
     """Chains of stages that have a rank and these costs each, in their order.
 
-    With `Model.most_used` below the number of stages some stay empty.
-
     Args:
         stages: how many, where the model does not say; any may be used.
         keep: all tables, which are to be read row by row.
     """
-    model, size = segments.model, len(segments.ideals)
+    model = segments.model
     num_stages = stages or model.num_stages
-    most = stages or model.most_used
-    known, counted, empty = num_stages == model.num_stages, most < num_stages, np.eye(size) > 0
+    known = num_stages == model.num_stages
 
     @lru_cache(maxsize=None if keep else 1)
     def table(stage: int) -> Matrix:
         allowed = segments.allowed(stage) if known else segments.nested
         return np.where(allowed, cost(stage), np.inf)
 
-    def costs(_: int, u: int, option: StageDeployment, rows: slice) -> tuple[Matrix, Matrix]:
+    def costs(_: int, u: int, __: StageDeployment, rows: slice) -> tuple[Matrix, Matrix]:
         found = table(num_stages - u)[rows]
-        if counted:
-            found = np.where(empty[rows] == (option == EMPTY), found, np.inf)
         return found, found
 
-    menu = (ONE, EMPTY) if counted else (ONE,)
-    return Chains(size, num_stages, menu, costs, most if counted else None, budget=budget)
+    return Chains(len(segments.ideals), num_stages, (ONE,), costs, budget=budget)
 
 
 def groups_of(segments: Segments, chain: Sequence[Piece]) -> tuple[int, ...]:

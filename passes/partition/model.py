@@ -68,9 +68,8 @@ class Copy:
 class Model:
     """Groups 0 … n−1 in a topological order; seconds at speed 1, bytes with all copies.
 
-    `lowest` and `highest` bound each group's stage, and are none of those that `forbidden`
-    (group, stage) lists.  `arcs` are precedence pairs, `apart` pairs on different stages,
-    `copies` shared parameters.
+    `lowest` and `highest` bound each group's stage.  `arcs` are precedence pairs, `apart` pairs on
+    different stages, `copies` shared parameters.
     """
 
     problem: PartitionProblem
@@ -87,7 +86,6 @@ class Model:
     apart: tuple[tuple[int, int], ...]
     lowest: tuple[int, ...]
     highest: tuple[int, ...]
-    forbidden: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_groups(self) -> int:
@@ -96,11 +94,6 @@ class Model:
     @property
     def num_stages(self) -> int:
         return len(self.problem.stages)
-
-    @property
-    def most_used(self) -> int:
-        """Number of stages that may hold something."""
-        return min(self.problem.max_stages or self.num_stages, self.num_stages)
 
     def in_flight(self, stage: int) -> int:
         given = self.problem.memory.in_flight
@@ -153,8 +146,7 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
     members: list[list[int]] = [[] for _ in range(max(group_of, default=-1) + 1)]
     for item, group in enumerate(group_of):
         members[group].append(item)
-    forbidden = {(group_of[i], s) for i, s in problem.forbidden}
-    lowest, highest = _ranges(problem, members, group_of, pairs, forbidden)
+    lowest, highest = _ranges(problem, members, group_of, pairs)
     apart = {tuple(sorted((group_of[a], group_of[b]))) for a, b in problem.apart}
     for pair in problem.apart:
         if group_of[pair[0]] == group_of[pair[1]]:
@@ -186,7 +178,6 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
         apart=tuple((a, b) for a, b in sorted(apart)),
         lowest=lowest,
         highest=highest,
-        forbidden=tuple(sorted((v, s) for v, s in forbidden if lowest[v] <= s <= highest[v])),
     )
 
 
@@ -237,7 +228,6 @@ def _ranges(
     members: list[list[int]],
     group_of: Sequence[int],
     pairs: Sequence[tuple[int, int]],
-    forbidden: set[tuple[int, int]],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     n, last = len(members), len(problem.stages) - 1
     lowest, highest = [0] * n, [last] * n
@@ -261,12 +251,8 @@ def _ranges(
     parents, children = lattice.neighbours(n, pairs)
     for group in range(n):
         lowest[group] = max([lowest[group], *(lowest[a] for a in parents[group])])
-        while (group, lowest[group]) in forbidden:
-            lowest[group] += 1
     for group in reversed(range(n)):
         highest[group] = min([highest[group], *(highest[b] for b in children[group])])
-        while (group, highest[group]) in forbidden:
-            highest[group] -= 1
     for group in range(n):
         if lowest[group] > highest[group]:
             raise InfeasibleError(

@@ -74,7 +74,7 @@ class Segments:
     model: Model
     ideals: list[int]
     inside: NDArray[np.bool_]  # [ideal, group]
-    subset: NDArray[np.bool_]
+    nested: NDArray[np.bool_]  # pairs that may be a stage: nested, apart, and not empty
     forward: Matrix
     backward: Matrix
     _features: _Features
@@ -96,17 +96,18 @@ class Segments:
         inside = inside.reshape(len(ideals), n)
         numbers = inside.astype(np.float64)
         size = numbers.sum(1)
-        subset = (numbers @ numbers.T) == size[:, None]
+        nested = (numbers @ numbers.T) == size[:, None]
+        np.fill_diagonal(nested, False)
         if model.apart:
             a, b = np.array(model.apart).T
             neither = (~inside[:, a] & ~inside[:, b]).astype(np.float64)
             both = (inside[:, a] & inside[:, b]).astype(np.float64)
-            subset &= neither @ both.T == 0
+            nested &= neither @ both.T == 0
         return Segments(
             model,
             ideals,
             inside,
-            subset,
+            nested,
             _difference(numbers @ np.array(model.forward, dtype=np.float64)),
             _difference(numbers @ np.array(model.backward, dtype=np.float64)),
             _Features.build(model, inside),
@@ -179,16 +180,9 @@ class Segments:
         gradients of what is sent, and workspace."""
         return self._features.memory(self.model, self.inside)
 
-    @cached_property
-    def nested(self) -> NDArray[np.bool_]:
-        """Pairs that may be a stage: nested, apart, and not empty."""
-        result = self.subset.copy()
-        np.fill_diagonal(result, False)
-        return result
-
     def allowed(self, stage: int) -> NDArray[np.bool_]:
-        """Pairs that may be this stage: nested, apart, within memory, not empty unless allowed."""
-        result = (self.subset if self.model.problem.allow_empty else self.nested).copy()
+        """Pairs that may be this stage: nested, apart, within memory, and not empty."""
+        result = self.nested.copy()
         if self.model.problem.stages[stage].memory_bytes is not None:
             result &= self.fits(self.stages[stage])
         low, high = np.array(self.model.lowest), np.array(self.model.highest)
@@ -196,10 +190,6 @@ class Segments:
         late: NDArray[np.bool_] = np.any(self.inside[:, low > stage], axis=1)
         early: NDArray[np.bool_] = np.all(self.inside[:, high < stage], axis=1)
         result &= ~late[None, :] & early[:, None]
-        barred = [v for v, s in self.model.forbidden if s == stage]
-        if barred:
-            held = self.inside[:, barred].sum(1)
-            result &= held[None, :] <= held[:, None]
         return result
 
     def crossing(self, link: Link) -> tuple[Matrix, Matrix]:

@@ -59,17 +59,8 @@ class Thresholds:
         for a, b in model.apart:
             for s in stages:
                 x.clause([*x.elsewhere(a, s), *x.elsewhere(b, s)])
-        for v, s in model.forbidden:
-            x.clause(x.elsewhere(v, s))
-        if model.most_used < model.num_stages:
-            used = [cp.new_bool_var(f"used{s}") for s in stages]
-            for s, literal in enumerate(used):
-                for v in groups:
-                    x.clause([*x.elsewhere(v, s), literal])
-            cp.add(sum(used) <= model.most_used)
-        if not model.problem.allow_empty:
-            for s in stages:
-                cp.add(sum(x.at(v, s) for v in groups) >= 1)
+        for s in stages:
+            cp.add(sum(x.at(v, s) for v in groups) >= 1)
         return x
 
     def from_stage(self, group: int, stage: int) -> Literal:

@@ -32,6 +32,7 @@ from pdcompile.passes.partition.model import build, next_to, positions
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.planning.graph_free import updated_sizes
 from pdcompile.plan import Certificate
+from pdcompile.plan.embedded import on_stages
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.units import format_bytes, format_seconds
@@ -119,15 +120,15 @@ def preferred(
         seconds: of wall time that it may take, about; the work is bounded without it.  Ctrl-C
             ends it with the best so far.
     """
-    began, used = time.monotonic(), len(set(found.stage_of))
+    began, count = time.monotonic(), len(found.stages)
     unchanged = tuple(found.stage_of), certificate, ()
-    if tolerance <= 0 or used < 2:
+    if tolerance <= 0 or count < 2:
         return unchanged
     if not math.isclose(seconds_of(found), certificate.objective_seconds, rel_tol=1e-6):
         return unchanged  # what the search went by is not what is compared here
     total = sum(item.forward_seconds + item.backward_seconds for item in found.problem.items)
     with Budget(seconds) as budget:
-        search = Borders(found, units(graph, found.problem, total / used), budget, update)
+        search = Borders(found, units(graph, found.problem, total / count), budget, update)
         own, fastest, chosen = search.choice(tolerance, fits)
     if chosen.plan is found:
         return unchanged
@@ -206,14 +207,9 @@ class Borders:
 
     def _found(self, kind: int) -> list[Cut]:
         """Every cut tried so far, with those whose boundaries divide so many units each."""
-        used, problem = sorted(set(self.plan.stage_of)), self.plan.problem
-        n, at = len(problem.items), {s: i for i, s in enumerate(used)}
-        at[len(problem.stages) - 1] = len(used) - 1  # a pin to the last stage is to any last
-        free = replace(
-            problem, stages=(StageLimits(),) * len(used), allow_empty=False, max_stages=None,
-            pins=tuple((i, at[s]) for i, s in problem.pins if s in at),
-            forbidden=tuple((i, at[s]) for i, s in problem.forbidden if s in at),
-        )  # fmt: skip
+        stages, n = self.plan.stages, len(self.plan.problem.items)
+        free = on_stages(self.plan.problem, len(stages))
+        free = replace(free, stages=(StageLimits(),) * len(stages))
         before, ends = divided_before(self.units, n), np.flatnonzero(np.diff(self.plan.stage_of))
         places = [p for p in range(1, n) if before[p] <= kind]
         places.sort(key=lambda p: int(np.abs(ends + 1 - p).min()))
@@ -224,29 +220,29 @@ class Borders:
             return self._known()
 
         def tried(groups: tuple[int, ...] | None) -> tuple[float, tuple[int, ...]] | None:
-            cut = groups and self._tried(tuple(used[s] for s in model.items_of(groups)))
+            cut = groups and self._tried(model.items_of(groups))
             return (cut.step, groups) if cut and groups else None
 
         segments = Segments.build(model, positions(model))
-        evens = [evenest(segments, table) for table in self._tables(segments, used)]
+        evens = [evenest(segments, table) for table in self._tables(segments, stages)]
         best = min(filter(None, map(tried, evens)), default=None)
         while best is not None and kind == 0:
-            others = filter(None, map(tried, next_to(model.arcs, best[1], len(used))))
+            others = filter(None, map(tried, next_to(model.arcs, best[1], len(stages))))
             best = next((one for one in others if one[0] < best[0] * (1 - EQUAL)), None)
         return self._known()
 
     def _known(self) -> list[Cut]:
         return sorted(filter(None, self.seen.values()), key=lambda one: one.step)
 
-    def _tables(self, segments: Segments, used: Sequence[int]) -> Iterator[list[Matrix]]:
+    def _tables(self, segments: Segments, stages: Sequence[int]) -> Iterator[list[Matrix]]:
         """Seconds until each stage between two positions has updated, behind those before it and
         behind the busiest stage of the plan; and load in units of that in the plan."""
         on, owned, m = self.plan.deployment, segments.byte_tables[1], self.plan.m
         once = self.update(1 << 30) / (1 << 30) if self.update and on.flush else 0.0
         ahead = on.flush * (segments.forward + segments.backward)[0][:, None] / max(on.speeds)
-        loads, own = segments.loads(on, used), self.plan.times.loads(m)
+        loads, own = segments.loads(on, stages), self.plan.times.loads(m)
         last = once and m * max(own) + segments.backward[:, -1:] / max(on.speeds)
-        each = [*zip(loads, used, strict=True)]
+        each = [*zip(loads, stages, strict=True)]
         yield [np.maximum(ahead + m * load, last) + once * owned / on.speeds[s] for load, s in each]
         yield [load / max(own[s], 1e-12) for load, s in each]
 

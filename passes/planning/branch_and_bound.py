@@ -376,7 +376,7 @@ def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
 def _numbered(problem: PartitionProblem) -> bool:
     """Do constraints name stages by number?"""
     last = len(problem.stages) - 1
-    return bool(problem.forbidden) or any(s != last for _, s in problem.pins)
+    return any(s != last for _, s in problem.pins)
 
 
 def scope_of(space: SearchSpace, cluster: Cluster) -> str:

@@ -82,7 +82,6 @@ OWN = {
                 "A stage begins there: all that it reads is made on earlier stages.",
             ),
             ("pin", "PATTERN=S", "Runs on stage S, from 0; -1 is the last stage."),
-            ("forbid", "PATTERN=S,…", "Runs on none of these stages."),
             ("together", "PATTERN,…", "All that match run on one stage: --together wte,lm_head."),
             ("apart", "PATTERN,…", "No stage has parts of two of these."),
             (
@@ -93,11 +92,6 @@ OWN = {
             ),
         )
     },
-    "max_stages": Row(
-        "Leave stages empty where fewer are faster, or all that fit.",
-        flag=Flag("N", type=int),
-        panel="Constraints",
-    ),
 }
 
 
@@ -232,9 +226,7 @@ class Flags:
 
     def _constraints(self) -> tuple[Constraint, ...]:
         """Raises ConfigError: one is written in another form."""
-        most = self.said.get("max_stages")
-        written = {name: self.said.get(name) or [] for name in CONSTRAINTS}
-        return parsed(written | {"max_stages": [] if most is None else [str(most)]})
+        return parsed({name: self.said.get(name) or [] for name in CONSTRAINTS})
 
     def _optimizer(self, workload: Workload) -> Any:
         """Optimizer of the flags, else the workload's, else AdamW."""

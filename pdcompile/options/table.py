@@ -307,8 +307,8 @@ class SearchOptions:
 
     constraints: Sequence[Any] = option(
         (),
-        'CutAt("model.layers.*") (cuts between blocks alone), CutBefore, Pin, Forbid, Together, '
-        "Apart, MaxStages, Split of `pdcompile.problem.constraints`.",
+        'CutAt("model.layers.*") (cuts between blocks alone), CutBefore, Pin, Together, '
+        "Apart, Split of `pdcompile.problem.constraints`.",
         check=values.constraints,
         compared=True,
         of_search=True,

@@ -53,10 +53,8 @@ def on_stages(problem: PartitionProblem, num_stages: int) -> PartitionProblem:
     def moved(pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         return tuple((item, num_stages - 1 if s == last else s) for item, s in pairs)
 
-    most = problem.max_stages
     return replace(
         problem,
-        allow_empty=problem.allow_empty if most is None else most < num_stages,
         pins=moved(problem.pins),
         wishes=tuple(replace(wish, pins=moved(wish.pins)) for wish in problem.wishes),
     )

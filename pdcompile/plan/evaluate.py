@@ -60,7 +60,6 @@ class Deployment:
     holdings: Sequence[Holding]
     recompute: Sequence[bool]
     link: Callable[[int, int], Link]
-    may_be_empty: bool = False
     clips: bool = False
     homes: bool = False
     patterns: Sequence[Pattern] = ()
@@ -96,7 +95,6 @@ class Deployment:
             ],
             (False,) * len(stages),
             link,
-            problem.allow_empty,
         )
 
 
@@ -280,14 +278,8 @@ class Evaluation:
         for a, b in problem.apart:
             if stage_of[a] == stage_of[b]:
                 yield f"{names[a]!r} and {names[b]!r} are on one stage"
-        for i, s in problem.forbidden:
-            if stage_of[i] == s:
-                yield f"{names[i]!r} is on stage {s}, where it may not be"
         used = set(stage_of)
-        if not self.deployment.may_be_empty:
-            yield from (f"stage {s} is empty" for s in self.stages if s not in used)
-        if problem.max_stages is not None and len(used) > problem.max_stages:
-            yield f"{len(used)} stages are used, and {problem.max_stages} may be"
+        yield from (f"stage {s} is empty" for s in self.stages if s not in used)
         for s, limit in enumerate(self.deployment.limits):
             if limit is not None and (needed := self.needed(s)) > limit:
                 yield f"stage {s} needs {needed} bytes of memory, and has {limit}"

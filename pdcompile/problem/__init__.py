@@ -124,21 +124,18 @@ class Wish:
     pins: tuple[tuple[int, int], ...] = ()
     together: tuple[tuple[int, ...], ...] = ()
     apart: tuple[tuple[int, int], ...] = ()
-    forbidden: tuple[tuple[int, int], ...] = ()
-    max_stages: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionProblem:
     """Assign items (in topological order) to `len(stages)` stages, monotone along traffic.
 
+    Each stage holds one or more.
     `objective`: ``bottleneck`` minimises max_s load_s (no flush); ``flush`` minimises the
     schedule's makespan for `num_microbatches` (the bottleneck is the first-order term and the
     simulator decides among candidates).
     `together` are groups of item indices on one stage; `pins` (item, stage); `apart` are pairs
-    of items that may not share a stage; `forbidden` (item, stage) where it may not go.
-    `allow_empty`: stages may stay empty; `max_stages`: at most so many hold anything (fewer than
-    there are stages: only with `allow_empty`).
+    of items that may not share a stage.
     `wishes` name the constraints that a person gave.
     `scope` says what coarsening kept together and why: the certificate holds inside it.
     """
@@ -154,10 +151,7 @@ class PartitionProblem:
     memory: MemoryRule = MemoryRule()
     num_microbatches: int = 1
     objective: Literal["bottleneck", "flush"] = "bottleneck"
-    allow_empty: bool = False
     scope: str = ANY_CUT
-    forbidden: tuple[tuple[int, int], ...] = ()
-    max_stages: int | None = None
     wishes: tuple[Wish, ...] = ()
 
     def with_memory(self, limits: Mapping[int, int | None]) -> PartitionProblem:

@@ -31,7 +31,7 @@ SplitAxis = Literal[
 
 @dataclass(frozen=True, init=False, repr=False)
 class Constraint:
-    """Patterns that are bound, and numbers: of stages from 0, where −1 is the last one, or a count.
+    """Patterns that are bound, and numbers of stages from 0, where −1 is the last one.
 
     Raises:
         ConfigError: something else was given, or too little.
@@ -41,17 +41,12 @@ class Constraint:
     numbers: tuple[int, ...]
 
     def _hold(
-        self,
-        patterns: tuple[str, ...],
-        numbers: tuple[int, ...] = (),
-        wanted: str = "",
-        least: int = 1,
+        self, patterns: tuple[str, ...], numbers: tuple[int, ...] = (), least: int = 1
     ) -> None:
-        """Keep so many patterns at least, and the numbers that are `wanted`, in words."""
-        kind = type(self)
+        """Keep so many patterns at least, and the numbers."""
+        kind, wanted = type(self), "a stage number"
         got: tuple[object, ...] = numbers
-        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
-        if whole and (not wanted or (numbers and (patterns or numbers[0] > 0))):
+        if all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
             wanted, got = f"names of modules or ops, {least} or more", patterns
             if len(patterns) >= least and all(isinstance(p, str) and p for p in patterns):
                 object.__setattr__(self, "patterns", patterns)
@@ -72,7 +67,7 @@ class Pin(Constraint):
     """The ops that match run on stage `stage` (from 0; −1 is the last stage)."""
 
     def __init__(self, pattern: str, stage: int) -> None:
-        self._hold((pattern,), (stage,), "a stage number")
+        self._hold((pattern,), (stage,))
 
 
 class Together(Constraint):
@@ -105,23 +100,6 @@ class CutAt(Constraint):
 
     def __init__(self, *patterns: str) -> None:
         self._hold(patterns)
-
-
-class Forbid(Constraint):
-    """The ops that match run on none of the stages: ``Forbid("embed", 0, -1)``.
-
-    Stages count from 0, −1 is the last one; stage s runs on device s.
-    """
-
-    def __init__(self, pattern: str, *stages: int) -> None:
-        self._hold((pattern,), stages, "stage numbers")
-
-
-class MaxStages(Constraint):
-    """At most `count` stages hold anything: fewer where that is faster or all that fits."""
-
-    def __init__(self, count: int) -> None:
-        self._hold((), (count,), "a number from 1", least=0)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -170,7 +148,7 @@ class Placed(Constraint):
 #: the kinds by the names of their options on the command line
 KINDS: dict[str, type[Constraint]] = {
     "pin": Pin, "together": Together, "apart": Apart, "cut_at": CutAt, "cut_before": CutBefore,
-    "forbid": Forbid, "max_stages": MaxStages, "split_of": Split,
+    "split_of": Split,
 }  # fmt: skip
 KNOWN = ", ".join(kind.__name__ for kind in KINDS.values())
 
@@ -243,20 +221,18 @@ def parsed(given: Mapping[str, Sequence[str]]) -> tuple[Constraint, ...]:
 
 
 _EXAMPLES: dict[type[Constraint], str] = {
-    CutAt: "h.*", CutBefore: "h.4", Pin: "h.0=1", Forbid: "wte=0,-1", Together: "wte,lm_head",
-    Apart: "encoder,decoder", MaxStages: "4", Split: "h.*.mlp=width",
+    CutAt: "h.*", CutBefore: "h.4", Pin: "h.0=1", Together: "wte,lm_head",
+    Apart: "encoder,decoder", Split: "h.*.mlp=width",
 }  # fmt: skip
 
 
 def _parsed(kind: type[Constraint], text: str) -> Constraint:
-    if kind is MaxStages:
-        return MaxStages(int(text))
-    patterns, equals, stages = text.partition("=")
-    if bool(equals) != (kind in (Pin, Forbid, Split)):
+    patterns, equals, value = text.partition("=")
+    if bool(equals) != (kind in (Pin, Split)):
         raise ValueError(text)
     if kind is Split:
-        return Split(patterns.strip(), cast(SplitAxis, stages.strip()))
-    numbers = [int(part) for part in stages.split(",")] if equals else []
+        return Split(patterns.strip(), cast(SplitAxis, value.strip()))
+    numbers = [int(value)] if equals else []
     several = kind in (Together, Apart, CutAt)
     names = [part.strip() for part in (patterns.split(",") if several else [patterns])]
     return kind(*names, *numbers)

@@ -241,16 +241,10 @@ def _scope(scope: str, problem: PartitionProblem) -> Iterator[Finding]:
         own = wish == Wish(OUTPUT_WISH, pins=wish.pins[:1])
         if wish.text not in scope and not own:
             yield path, f"does not say that it holds under {wish.text}", AGAIN
-    for name in ("pins", "together", "apart", "forbidden"):
+    for name in ("pins", "together", "apart"):
         asked = {entry for wish in problem.wishes for entry in getattr(wish, name)}
         for entry in set(getattr(problem, name)) ^ asked:
             yield f"problem.{name}", f"{entry} is not what the wishes ask for", AGAIN
-    counts = [wish.max_stages for wish in problem.wishes if wish.max_stages is not None]
-    if problem.max_stages != min(counts, default=None):
-        yield "problem.max_stages", "is not what the wishes ask for", AGAIN
-    fewer = bool(counts) and min(counts) < len(problem.stages)
-    if problem.allow_empty != fewer:
-        yield "problem", "allow_empty is not what the wishes ask for", AGAIN
 
 
 def _kept(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:

@@ -91,7 +91,6 @@ def random_problem(seed: int, max_items: int = 7) -> PartitionProblem:
         memory=rule,
         num_microbatches=m,
         objective=r.choice(("bottleneck", "flush")),
-        allow_empty=r.random() < 0.2,
     )
 
 

@@ -30,7 +30,7 @@ def random_case(seed: int) -> tuple[PartitionProblem, Cluster, SearchSpace, Sett
     problem = random_problem(seed, max_items=5)
     last = len(problem.stages) - 1
     pins = ((len(problem.items) - 1, last),) if r.random() < 0.5 else ()
-    problem = replace(problem, pins=pins, allow_empty=False)
+    problem = replace(problem, pins=pins)
     inner, outer = r.choice(((2, 2), (2, 1), (3, 1), (4, 1)))
     speeds, limits = [1.0], [None]
     if r.random() < 0.3:

@@ -231,7 +231,7 @@ def test_no_cut_of_ranks_with_several_stages_is_below_their_bound(block: int) ->
         cluster = Cluster(tuple(Device(speed=speed) for speed in speeds), (link,))
         problem = replace(
             problem, stages=(StageLimits(),) * 4, num_microbatches=setting.num_microbatches,
-            objective="flush", allow_empty=False, max_stages=None, pins=(), forbidden=(),
+            objective="flush", pins=(),
         )  # fmt: skip
         prepared = PreparedProblem(problem, 1)
         least = least_in_turn(problem, cluster, setting, option, passed(prepared))

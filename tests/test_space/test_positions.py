@@ -30,7 +30,7 @@ def case_of(seed: int) -> tuple[PartitionProblem, Cluster, SearchSpace, Setting]
     r = random.Random(seed)
     problem, cluster, space, setting = (harsh_case if seed % 4 == 3 else random_case)(seed)
     if seed % 3:
-        problem = replace(branched(seed), allow_empty=False, max_stages=None)
+        problem = branched(seed)
     problem = replace(problem, num_microbatches=setting.num_microbatches)
     if seed % 2:
         levels = (replace(one, bytes_per_second=1e4, latency_seconds=0.0) for one in cluster.levels)

@@ -34,7 +34,6 @@ def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate
         ],
         [option.recompute for option in candidate.options],
         cluster.level_between,
-        problem.allow_empty,
         clips=setting.clipping and not candidate.straight,
         homes=setting.homes and not candidate.straight,
         rates={r: devices[r].host_rate for own in candidate.ranks for r in own} if fetched else {},

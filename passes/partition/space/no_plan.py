@@ -35,10 +35,10 @@ from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
 EXPLAIN_SECONDS = 5.0
-ENTRIES = ("pins", "together", "apart", "forbidden")
+ENTRIES = ("pins", "together", "apart")
 RECOMPUTATION = "recomputation (recompute='auto', --recompute auto)"
 
-Assigned = Callable[[Collection["Limit"]], tuple[int, ...] | None]  # under these limits alone
+Holds = Callable[[Collection["Limit"]], bool]  # is there an assignment under these limits alone?
 
 
 def refuse_contradictions(problem: PartitionProblem) -> None:
@@ -54,11 +54,14 @@ def refuse_contradictions(problem: PartitionProblem) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Something that can be given up: a wish of a person, memory, or that no stage is empty."""
+    """Something that can be given up: a wish of a person, or else the memory of stages."""
 
     text: str
     wish: Wish | None = None
-    memory: bool = False
+
+    @property
+    def memory(self) -> bool:
+        return self.wish is None
 
 
 def limits_of(problem: PartitionProblem) -> tuple[Limit, ...]:
@@ -69,23 +72,17 @@ def limits_of(problem: PartitionProblem) -> tuple[Limit, ...]:
         entries = (one for one in dict.fromkeys(getattr(problem, name)) if one not in known)
         of_entry: list[dict[str, Any]] = [{name: (entry,)} for entry in entries]
         wishes += [Wish(f"{name} {own[name][0]}", **own) for own in of_entry]
-    if problem.max_stages is not None and all(one.max_stages is None for one in problem.wishes):
-        most = problem.max_stages
-        wishes.append(Wish(f"at most {most} stages", max_stages=most))
     found = [Limit(wish.text, wish) for wish in wishes]
-    if not problem.allow_empty:
-        found.append(Limit(f"something on each of {len(problem.stages)} stages"))
     sizes = sorted(size for one in problem.stages if (size := one.memory_bytes) is not None)
     if sizes:
         shown = " to ".join(dict.fromkeys(map(format_bytes, (sizes[0], sizes[-1]))))
-        found.append(Limit(f"{shown} of memory a stage", memory=True))
+        found.append(Limit(f"{shown} of memory a stage"))
     return tuple(found)
 
 
 def keeping(problem: PartitionProblem, limits: Collection[Limit]) -> PartitionProblem:
     """The problem under these of its limits alone."""
     wishes = tuple(limit.wish for limit in limits if limit.wish is not None)
-    counts = [wish.max_stages for wish in wishes if wish.max_stages is not None]
     memory = any(limit.memory for limit in limits)
     entries: dict[str, Any] = {
         name: tuple(dict.fromkeys(chain.from_iterable(getattr(wish, name) for wish in wishes)))
@@ -93,8 +90,6 @@ def keeping(problem: PartitionProblem, limits: Collection[Limit]) -> PartitionPr
     }
     return replace(
         problem if memory else problem.without_memory_limits(),
-        allow_empty=all(limit.memory or limit.wish is not None for limit in limits),
-        max_stages=min(counts, default=None),
         wishes=wishes,
         **entries,
     )
@@ -123,22 +118,24 @@ def no_assignment(
             "no plan was found within the time limit, and it is not proved that there is none",
             remedy="raise time_limit",
         )
+    if reason and build(keeping(problem, ())).num_groups < len(problem.stages):
+        return reason  # whatever is given up
     within = Budget(min(EXPLAIN_SECONDS, max(1.0, budget.left)), within=budget)
 
-    def assigned(chosen: Collection[Limit]) -> tuple[int, ...] | None:
-        return any_assignment_of(keeping(problem, chosen), within, seed)
+    def holds(chosen: Collection[Limit]) -> bool:
+        return any_assignment_of(keeping(problem, chosen), within, seed) is not None
 
-    core, remedies = limits_of(problem), list[str]()
-    known = "these conflict, or some of them, which was not found in time"
+    limits = core = limits_of(problem)
+    remedies, known = list[str](), "these conflict, or some of them, which was not found in time"
     try:
-        core = smallest_conflict(core, lambda chosen: assigned(chosen) is not None)
+        core = smallest_conflict(limits, holds)
         known = "limits that cannot hold together" if len(core) > 1 else "limit that cannot hold"
-        remedies = _left_out(limits_of(problem), core, assigned)
+        remedies = _left_out(limits, core, holds)
     except OutOfTimeError:
         pass
     memory = ["more memory"] if any(limit.memory for limit in core) else []
     if reason is None:
-        what = "the constraints contradict each other or the flow of data"
+        what = "the constraints contradict each other, the flow of data or that no stage is empty"
         if memory and any(limit.wish for limit in core):
             what = f"memory and constraints contradict each other ({_rule(problem)})"
         elif memory:
@@ -157,20 +154,18 @@ def no_assignment(
     return error
 
 
-def _left_out(limits: Sequence[Limit], core: Collection[Limit], assigned: Assigned) -> list[str]:
+def _left_out(limits: Sequence[Limit], core: Collection[Limit], holds: Holds) -> list[str]:
     """Limits other than memory whose absence is enough: one alone, else several together."""
-    texts = []
-    for limit in core:
-        stage_of = None if limit.memory else assigned([one for one in limits if one != limit])
-        if stage_of is not None and limit.wish is None:
-            texts.append(f"ask for fewer stages ({len({*stage_of})} of them can hold everything)")
-        elif stage_of is not None:
-            texts.append(f"leave out {limit.text}")
+    texts = [
+        f"leave out {limit.text}"
+        for limit in core
+        if not limit.memory and holds([one for one in limits if one != limit])
+    ]
     held = [limit for limit in limits if limit.memory]
-    if texts or not any(limit.wish for limit in core) or assigned(held) is None:
+    if texts or not any(limit.wish for limit in core) or not holds(held):
         return texts
     for limit in sorted(limits, key=lambda one: one in core):
-        if not limit.memory and assigned([*held, limit]) is not None:
+        if not limit.memory and holds([*held, limit]):
             held.append(limit)
     return [f"leave out {' and '.join(limit.text for limit in limits if limit not in held)}"]
 
@@ -179,7 +174,7 @@ def _simple_reason(problem: PartitionProblem) -> InfeasibleError | None:
     """Why no assignment fits, where that shows without a search."""
     model = build(problem)
     n, count = model.num_groups, model.num_stages
-    if n < count and not problem.allow_empty:
+    if n < count:
         return InfeasibleError(
             f"{count} stages for {n} items that can be separated",
             remedy=f"ask for at most {n} stages (replicas='any' gives them several devices)",

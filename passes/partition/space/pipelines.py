@@ -61,9 +61,6 @@ class PreparedProblem:
             problem,
             stages=(StageLimits(),) * (stages or 1),
             pins=problem.pins if stages else (),
-            forbidden=problem.forbidden if stages else (),
-            max_stages=None,
-            allow_empty=False,
             wishes=(),
             memory=MemoryRule(1, 0, 0.0, (1,) * (stages or 1)),
         )

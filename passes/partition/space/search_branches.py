@@ -119,8 +119,7 @@ def branches(
     prepared_at: Callable[[int], PreparedProblem],
 ) -> Iterator[Branch]:
     """Every setting with every order of devices, number of used ones, and replica counts."""
-    cap = prepared_at(space.microbatches[0]).problem.max_stages
-    for ranks, counts, stages in _shapes(cluster, space, cap):
+    for ranks, counts, stages in _shapes(cluster, space):
         seats = Seats(cluster, ranks)
         for setting in settings(space, training, len(ranks)):
             if counts == (1,) and setting.homes != space.homes[-1]:
@@ -132,7 +131,7 @@ def branches(
 
 
 def _shapes(
-    cluster: Cluster, space: SearchSpace, cap: int | None
+    cluster: Cluster, space: SearchSpace
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
     """Ranks, replica counts of a stage, and the number of stages if it is asked for or follows."""
     if space.placement:
@@ -145,7 +144,7 @@ def _shapes(
     every = len(cluster.devices)
     lengths = range(1 if space.idle else every, every + 1)
     for ranks in dict.fromkeys(order[:used] for order in orders for used in lengths):
-        for counts, stages in _widths(space, len(ranks), cap):
+        for counts, stages in _widths(space, len(ranks)):
             yield ranks, counts, stages
 
 
@@ -167,15 +166,11 @@ def _places(
             yield ranks, (width,), stages
 
 
-def _widths(
-    space: SearchSpace, used: int, cap: int | None
-) -> Iterator[tuple[tuple[int, ...], int | None]]:
+def _widths(space: SearchSpace, used: int) -> Iterator[tuple[tuple[int, ...], int | None]]:
     wanted = space.stages
     if space.replicas == "any":
-        depths = [wanted] if wanted or cap is None else list(range(1, min(used, cap) + 1))
-        for stages in depths:
-            if stages is None or stages <= used:
-                yield space.counts(used), stages
+        if wanted is None or wanted <= used:
+            yield space.counts(used), wanted
         return
     if isinstance(space.replicas, tuple):
         if sum(space.replicas) == used:
@@ -183,7 +178,7 @@ def _widths(
         return
     for width in (1,) if space.straight else range(1, used + 1):
         stages, rest = divmod(used, width)
-        if not rest and wanted in (None, stages) and (cap is None or stages <= cap):
+        if not rest and wanted in (None, stages):
             yield (width,), stages if wanted else None
 
 

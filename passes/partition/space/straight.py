@@ -50,7 +50,7 @@ def rules_of(path: Path, depths: Sequence[int]) -> StageRules:
         (StageDeployment(),), max(one.speed for one in stages),
         max(limits) if len(limits) == len(stages) else None, deepest, held,
         hops=hops_of(path) if problem.objective == "flush" else (),
-        most_lost=np.inf if problem.allow_empty else model.num_groups - path.size,
+        most_lost=model.num_groups - path.size,
     )  # fmt: skip
 
 
