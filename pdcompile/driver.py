@@ -24,7 +24,7 @@ from pdcompile.eager.autocast import note_on_region
 from pdcompile.eager.modes import apply_overrides
 from pdcompile.errors import PdcompileError, refuse_unknown
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.ir.value_checks import check_loss
+from pdcompile.ir.value_checks import check_loss, note_without_loss
 from pdcompile.layout_search import LayoutSearch, Planned
 from pdcompile.options import NOT_OPTIONS, Options
 from pdcompile.options.configuration import Configuration, capture_size, configure, joined
@@ -175,6 +175,7 @@ def run_passes(
         plan = after_wider(plan, wider)
     notes = (
         *plan.notes,
+        *note_without_loss(captured.train),
         *note_on_dropped(plan, captured.train),
         *notes_on_own_buffers(plan, captured.train),
         *notes_on_microbatches(whole.train, plan.training),
@@ -354,15 +355,13 @@ def _captured(
         model, flat, layout, options.loss_fn, capture_size(options, chosen),
         chosen.training.autocast,
     )  # fmt: skip
-    known, trains = options.plan or options.like, chosen.training.kind.trains
-    form = (call.autocast, trains)  # of what is recorded
-    alike = known and (known.training.autocast, known.training.kind.trains) == form
-    if alike and options.capture_file is not None:
-        found = read_capture(options.capture_file, known, call)
+    if options.plan is not None and options.capture_file is not None:
+        found = read_capture(options.capture_file, options.plan, call, options.command_target)
         if isinstance(found, Capture):
             listener.told(f"the ops are those of {found.kept}, not compared with the model")
             return found
         listener.told(f"captured again: {found}")
+    trains = chosen.training.kind.trains
     found = capture(
         model, flat, layout, options.loss_fn,
         microbatch_size=call.microbatch_size, autocast=call.autocast, evaluates=not trains,
@@ -384,9 +383,9 @@ def _with_outputs(chosen: Configuration, graph: OpGraph, options: Options) -> Co
 
 def _write_capture(captured: Capture, options: Options, plan: Plan, listener: Listener) -> None:
     """Write the capture beside the plan that was made, where there is a file for it."""
-    if options.plan is not None or options.like is not None or options.capture_file is None:
+    if options.plan is not None or options.capture_file is None:
         return
-    if reason := write_capture(captured, options.capture_file, plan):
+    if reason := write_capture(captured, options.capture_file, plan, options.command_target):
         listener.told(f"the capture is not kept beside the plan: {reason}")
 
 

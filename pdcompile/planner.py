@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 ESTIMATED = "costs are estimated, not measured on this machine"
 GLANCE = 1.0  # seconds, for replicas and schedules that nobody asked about
 WORTH_A_NOTE = 0.2  # of a step
+SMALL = 1e-4  # seconds of an op: larger microbatches are much faster only where launches count
 LITTLE_SECONDS = 5.0  # for timing the stages, and for solving again
 
 
@@ -114,14 +115,17 @@ class Planner:
         """The graph with costs, for every number of microbatches in the space; the first one."""
         counts = sorted(self.space.microbatches)
         for m in dict.fromkeys((counts[0], counts[-1], *counts)):  # the others lie between these
-            sized = priced(self._sizes.at(self._size(m)), self.cluster.parts)
-            self._graphs[m] = planned(sized, self.training)
+            self._graphs[m] = self._costed(m)
         first = self._graphs[self.space.microbatches[0]]
         if self.options.costs == "measured" and (
             self.options.refine is True or not self.options.searches
         ):
             refuse_mostly_estimated(first, self.model)
         return first
+
+    def _costed(self, m: int) -> OpGraph:
+        sized = priced(self._sizes.at(self._size(m)), self.cluster.parts)
+        return planned(sized, self.training)
 
     def least_step_seconds(self) -> float:
         """Seconds that no step can take less than: all work, on all devices at once."""
@@ -193,7 +197,8 @@ class Planner:
         return replace(found.plan, notes=(*found.plan.notes, str(found)))
 
     def _note_on_wider(self, plan: Plan) -> Iterator[str]:
-        """A note where replicas and schedules that nobody asked about are known to be faster."""
+        """A note where replicas and schedules that nobody asked about are known to be faster; with
+        other numbers of microbatches, where nobody chose one and their costs take no measuring."""
         options, kind = self.options, KINDS.get(plan.training.schedule)  # None: a drawn one
         asked = options.stages or options.replicas != 1 or options.constraints
         if asked or not self.space.cut_alone or kind is None or not kind.takes_replicas:
@@ -205,13 +210,19 @@ class Planner:
         opened |= {"schedule": "auto"} if options.schedule == DEFAULT else {}
         wider = replace(options, **opened)
         space = search_space(wider, self._chosen, self.captured.train.sizes)
-        counts = self.space.microbatches  # which have costs
-        shared = tuple(replace(one, microbatches=counts) for one in space.sharing)
-        space = replace(space, microbatches=counts, sharing=shared)
+        small = self.work_seconds < SMALL * plan.training.num_microbatches * len(
+            self.captured.train.ops
+        )
+        if not (self._by_rule and options.costs == "estimated" and small):
+            counts = self.space.microbatches  # which have costs
+            shared = tuple(replace(one, microbatches=counts) for one in space.sharing)
+            space = replace(space, microbatches=counts, sharing=shared)
+        graphs = {m: self._graphs.get(m) or self._costed(m) for m in space.microbatches}
         try:
             best_plan(
-                self._graphs.__getitem__, self._problem_at, self.cluster, space, self.training,
-                time_limit=GLANCE, elsewhere=seconds * (1 - WORTH_A_NOTE), sketch=True,
+                graphs.__getitem__, cache(partial(self._problem, graphs)), self.cluster, space,
+                self.training, time_limit=GLANCE, elsewhere=seconds * (1 - WORTH_A_NOTE),
+                sketch=True,
             )  # fmt: skip
         except Sketched as sketch:
             if sketch.best is not None and sketch.seconds <= seconds * (1 - WORTH_A_NOTE):
@@ -246,7 +257,7 @@ class Planner:
         plan = with_turns(plan, least / plan.training.scale)
         if self._by_rule:
             m = plan.training.num_microbatches
-            near = sorted({max(1, m // 2), m, min(2 * m, plan.training.batch_size)})
+            near = sorted({max(1, m // 4), max(1, m // 2), m, min(2 * m, plan.training.batch_size)})
             rule = f"{m} {BY_RULE} (--microbatches {','.join(map(str, near))} compares)"
             certificate = replace(plan.certificate, scope=f"{plan.certificate.scope}; {rule}")
             plan = replace(plan, certificate=certificate)

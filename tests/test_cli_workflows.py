@@ -142,3 +142,27 @@ def test_a_schedule_by_its_name(tmp_path: Path, call: Call) -> None:
     document = json.loads(out)
     assert code == 0
     assert document["critical_path"][0]["seconds"] > 0
+
+
+def test_a_plan_without_a_loss_says_so(tmp_path: Path, call: Call) -> None:
+    target = f"{tmp_path / 'lossless.py'}:build"
+    (tmp_path / "lossless.py").write_text(
+        "import torch, pdcompile\n"
+        "def build():\n"
+        "    return pdcompile.Workload(torch.nn.Linear(4, 4), torch.ones(8, 4))\n",
+        encoding="utf-8",
+    )
+    flags = ("--cluster", "local:1", "--costs", "estimated")
+    for more, said in (((), True), (("--schedule", "forward"), False)):
+        code, out, err = call("plan", target, *flags, *more)
+        assert code == 0, err
+        assert ("there is no loss_fn, and the model returns no loss" in out) is said
+
+
+def test_a_schedule_that_there_is_not_is_refused_before_the_target_is_loaded(
+    tmp_path: Path, call: Call
+) -> None:
+    (tmp_path / "slow.py").write_text("raise AssertionError('loaded')\n", encoding="utf-8")
+    code, _, err = call("plan", f"{tmp_path / 'slow.py'}:build", "--schedule", "zbh1")
+    assert code == 2
+    assert "did you mean 'zb-h1'" in err

@@ -229,7 +229,9 @@ def test_costs_beside_a_plan_are_noted() -> None:
 def test_microbatches_are_chosen_from_the_minibatch() -> None:
     plan = compiled("mlp", microbatches="auto").plan
     assert plan.training.num_microbatches == 8
-    assert plan.certificate.scope.endswith("; 8 microbatches by rule (--microbatches 4,8 compares)")
+    assert plan.certificate.scope.endswith(
+        "; 8 microbatches by rule (--microbatches 2,4,8 compares)"
+    )
     for chosen in ({"microbatches": 8}, {"microbatches": "auto", "recompute": "auto"}):
         assert "by rule" not in compiled("mlp", **chosen).plan.certificate.scope
     assert compiled("mlp", microbatches="auto", stages=1).plan.training.num_microbatches == 1

@@ -94,13 +94,12 @@ def made(tmp_path: Path, call: Call) -> str:
 
 
 def test_the_verb(made: str, tmp_path: Path, call: Call) -> None:
-    """Machines are changed, the ops are those of the capture, and differences are shown."""
+    """Machines are changed, and differences are shown."""
     code, out, err = call(
         "whatif", WORKLOAD, made, "--memory", "24GB", "--bandwidth", "inter=25 Gbit/s",
         "--bandwidth", "intra=unlimited", "--latency", "5us", "--devices", "3x2", "--speed", "2",
     )  # fmt: skip
     assert code == 0, err
-    assert "the ops are those of" in err
     for part in ("b: what if", "3, 2", "24.0 GB", "unlimited", "3.12 GB/s", "5.00 us", "step",
                  "samples per second", "objective", "rank 5"):  # fmt: skip
         assert part in out, part
@@ -109,6 +108,8 @@ def test_the_verb(made: str, tmp_path: Path, call: Call) -> None:
 
 
 def test_nothing_changed_is_the_plan(made: str, tmp_path: Path, call: Call) -> None:
+    code, out, _ = call("whatif", WORKLOAD, made)
+    assert "the plans are identical" in out
     other = str(tmp_path / "other.json")
     code, out, _ = call("whatif", WORKLOAD, made, "--json", "-o", other)
     assert (code, json.loads(out)["differences"]["identical"]) == (0, True)
@@ -152,13 +153,49 @@ def test_its_plan_is_that_of_its_command(
     assert code == 0, err
     assert first.read_bytes() == before
     found = Plan.load(second)
-    assert (tmp_path / "b plan.toml").exists() == (change[0] in OF_MACHINES)
+    assert (tmp_path / "b plan.cluster.toml").exists() == (change[0] in OF_MACHINES)
     code, _, err = call("plan", *found.command, "-o", str(third))
     assert code == 0, err
     again = replace(Plan.load(third), command=found.command)
     differs = diff(found, again)
     assert differs.identical, differs
     assert not diff(Plan.load(first), found).identical
+
+
+def test_a_default_that_is_said_counts(tmp_path: Path, call: Call) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    made = ("--schedule", "auto", "--max-staleness", "1", "--microbatches", "2", "--refine", "off")
+    assert call("plan", WORKLOAD, *made, "--cluster", "1x2", *COSTS, "-o", str(first))[0] == 0
+    said = ("--max-staleness=0", "--microbatches=auto", "--refine=auto", "--cluster=auto")
+    assert call("whatif", WORKLOAD, str(first), *said, "-o", str(second))[0] == 0
+    assert {*said} <= {*Plan.load(second).command}
+    assert len(Plan.load(second).machines.devices) == 1
+
+
+def test_other_links_leave_memory_as_it_was(tmp_path: Path, call: Call) -> None:
+    """The limit is the least of the machines' and the option's; -o writes no file of theirs."""
+    machines, first, other = (tmp_path / n for n in ("m.toml", "a.json", "m.json"))
+    cluster = Cluster((Device("cpu", 400_000),) * 2, (Level("link", 2, 1e9),))
+    machines.write_text(cluster.to_toml(), encoding="utf-8")
+    given = ("--cluster", str(machines), "--memory", "1GB", *COSTS)
+    assert call("plan", WORKLOAD, *given, "-o", str(first))[0] == 0
+    before = machines.read_bytes()
+    changes = ("--bandwidth", "100MB/s")
+    code, _, err = call("whatif", WORKLOAD, str(first), *changes, "-o", str(other))
+    assert code == 0, err
+    assert {one.memory_bytes for one in Plan.load(other).machines.devices} == {400_000}
+    assert machines.read_bytes() == before
+    assert "m.cluster.toml" in err.replace("\n", "")
+
+
+def test_parts_without_a_cluster_keep_their_devices(tmp_path: Path, call: Call) -> None:
+    first, other = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    assert call("plan", WORKLOAD, "--stages", "2", "--parts", "2", *COSTS, "-o", first)[0] == 0
+    code, _, err = call("whatif", WORKLOAD, first, "--bandwidth", "10GB/s", "-o", other)
+    assert code == 0, err
+    found = Plan.load(other).machines
+    assert found.parts is not None
+    assert (len(found.devices), found.parts.bytes_per_second) == (2, 1e10)
 
 
 OF_MACHINES = ("--devices", "--memory", "--bandwidth", "--latency", "--speed")
@@ -199,11 +236,17 @@ def test_plans_that_cannot_be_asked(tmp_path: Path, call: Call) -> None:
     plan = planned(chain(6), Cluster.local(2))
     for command, message in (
         ((), "does not tell the command"),
-        (("a.py:build", "--gone=3"), "--gone=3, and there is no such option"),
+        (("a.py:build", "--gone=3"), "--gone=3, which is no option of pdcompile plan"),
+        (("a.py:build", "--lr=abc"), "--lr=abc, which is no option"),
+        (("a.py:build", "--schedule"), "--schedule, which is no option"),
+        (("a.py:build", "--sources=evil"), "--sources=evil, which is no option"),
         (("a.py:build", "--optimizer=b.py:made"), "code is not run because a plan names it"),
     ):
         path.write_text(replace(plan, command=command).to_json(), encoding="utf-8")
         code, _, err = call("whatif", WORKLOAD, str(path), "--memory", "1GB")
         assert (code, message in " ".join(err.split())) == (2, True), err
+    for alone, remedy in ((str(path), f"whatif a.py:build {path}"), (WORKLOAD, "plan.json")):
+        code, _, err = call("whatif", alone, "--memory", "1GB")
+        assert (code, remedy in " ".join(err.split())) == (2, True), err
     code, _, err = call("whatif", WORKLOAD, str(tmp_path / "none.json"))
     assert (code, "No such file" in err) == (2, True)

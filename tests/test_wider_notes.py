@@ -54,3 +54,12 @@ def test_what_is_known_to_be_faster_is_noted_and_found(schedule: str) -> None:
 )
 def test_what_was_asked_for_or_saves_little_has_no_note(options: dict[str, Any]) -> None:
     assert not notes(planned(**options))
+
+
+def test_fewer_and_larger_microbatches_are_among_them() -> None:
+    """Nobody chose how many: kernels of microseconds take as long for as many more samples."""
+    plan = planned(cluster="1x4:a100", microbatches="auto")
+    assert plan.training.num_microbatches == 16
+    (found,) = notes(plan)
+    assert int(re.findall(r"(\d+) microbatches", found[0])[0]) < 16
+    assert not notes(planned(cluster="1x4:a100", microbatches=16, schedule="2bw"))

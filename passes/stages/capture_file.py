@@ -7,9 +7,8 @@ the model's output: what is read cannot be run.
 
 from __future__ import annotations
 
-import os
+import hashlib
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +29,7 @@ from pdcompile.passes.trace.subject import CaptureCall
 from pdcompile.passes.trace.tape.observer import is_user
 from pdcompile.plan import Plan
 
-SCHEMA = "pdcompile.capture/4"
+SCHEMA = "pdcompile.capture/5"
 
 
 def made_with() -> str:
@@ -40,16 +39,19 @@ def made_with() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """The file; `plan`: fingerprints of the model of the plan beside it, and of the ops."""
+    """The file; `plan`: fingerprints of the model of the plan beside it, and of the ops; `files`:
+    digests of the source files that were loaded when it was made; `target`: of the command line."""
 
     schema: str
     made_with: str
     plan: str
+    target: str
+    files: dict[str, str]
     train: Any
     eval: Any
 
 
-def write_capture(found: Capture, path: Path, plan: Plan) -> str:
+def write_capture(found: Capture, path: Path, plan: Plan, target: str) -> str:
     """Writes the file beside a plan; where that cannot be, removes one of another capture, and says
     why.
 
@@ -62,20 +64,25 @@ def write_capture(found: Capture, path: Path, plan: Plan) -> str:
             path.unlink(missing_ok=True)
             return f"forward uses a tensor that is no parameter or buffer ({next(iter(constants))})"
         train, evaluation = (graph_json.to_record(graph) for graph in (found.train, found.eval))
-        document = _Document(SCHEMA, made_with(), _prints(plan, found.train), train, evaluation)
+        document = _Document(
+            SCHEMA, made_with(), _prints(plan, found.train), target, _files(), train, evaluation
+        )  # fmt: skip
         write_whole(path, msgspec.json.encode(asdict(document)))
     return ""
 
 
-def read_capture(path: Path, plan: Plan, call: CaptureCall) -> Capture | str:
+def read_capture(path: Path, plan: Plan, call: CaptureCall, target: str) -> Capture | str:
     """The capture of a plan, or the reason why it has to be made again.
+
+    Args:
+        target: of the command line, which made the model of the call.
 
     What it depends on besides the files, tensors and inputs of the model is not looked at.
     """
     if not path.is_file():
         return f"there is no {path} beside the plan"
     try:
-        written = path.stat().st_mtime_ns
+        written = path.stat().st_mtime
         data = jsonio.loads(read_limited(path), where=str(path))
         document = jsonio.decode(_Document, data, where=str(path))
         if (document.schema, document.made_with) != (SCHEMA, made_with()):
@@ -86,7 +93,9 @@ def read_capture(path: Path, plan: Plan, call: CaptureCall) -> Capture | str:
         )
     except (PdcompileError, OSError) as error:
         return f"{path} cannot be read: {error}"
-    if changed := next((file for file, at in _files() if at > written), None):
+    if document.target != target:
+        return f"{path} is of {document.target}"
+    if changed := next((f for f, one in document.files.items() if _digest(f) != one), None):
         return f"{changed} was changed since {path} was written"
     if document.plan != _prints(plan, train):
         return f"{path} is of another plan"
@@ -94,7 +103,7 @@ def read_capture(path: Path, plan: Plan, call: CaptureCall) -> Capture | str:
         return f"{path} is of microbatches of {train.batch_size} samples"
     if differs := _of_another_call(train, call):
         return f"{path} has another {differs}"
-    made = datetime.fromtimestamp(written / 1e9, UTC)
+    made = datetime.fromtimestamp(written, UTC)
     return replace(
         attached(Capture(train, evaluation), call), kept=f"{path} of {made:%Y-%m-%d %H:%M} UTC"
     )
@@ -104,13 +113,19 @@ def _prints(plan: Plan, graph: OpGraph) -> str:
     return f"{plan.fingerprint.partition('.')[0]}.{fingerprint(graph)}"
 
 
-def _files() -> Iterator[tuple[str, int]]:
-    """The files of this process's modules that are not torch's, Python's or ours, each with the
-    time of its last change in nanoseconds."""
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
-        if isinstance(path, str) and is_user(path) and os.path.exists(path):
-            yield path, os.stat(path).st_mtime_ns
+def _files() -> dict[str, str]:
+    """Digests of the files of this process's modules that are not torch's, Python's or ours."""
+    paths = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    found = {path for path in paths if isinstance(path, str) and is_user(path)}
+    return {path: _digest(path) for path in sorted(found)}
+
+
+def _digest(path: str) -> str:
+    """A digest of a file; "" where it is not there."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _of_another_call(graph: OpGraph, call: CaptureCall) -> str:

@@ -53,6 +53,7 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print exactly one JSON object on stdout, nothing else.")
 ]
 
+AGAIN = ("whatif",)  # verbs whose options are those of a plan where nothing else is said
 WARMUP = Row(
     "Microbatches in flight between neighbouring stages beyond one, to hide transfers; auto: 0 or "
     "1.",
@@ -98,15 +99,16 @@ OWN = {
 def parameters_of(verb: str, rows: Mapping[str, Row]) -> list[inspect.Parameter]:
     """The flags that a verb has of some rows, as typer takes them."""
     flags = [(replace(row, name=name), row.flag) for name, row in rows.items() if row.flag]
-    return [_parameter(row, flag) for row, flag in flags if verb in (flag.verbs or (verb,))]
+    shown = verb not in AGAIN
+    return [_parameter(row, flag, shown) for row, flag in flags if verb in (flag.verbs or (verb,))]
 
 
-def _parameter(row: Row, flag: Flag) -> inspect.Parameter:
-    """The flag of a row; its default is what is not said."""
-    default = None if callable(row.unsaid) else row.unsaid
+def _parameter(row: Row, flag: Flag, shown: bool) -> inspect.Parameter:
+    """The flag of a row; its default is what is not said: `shown`, or None."""
+    default = None if callable(row.unsaid) or not shown else row.unsaid
     if flag.type is str and isinstance(default, int):
         default = str(default)
-    shown = typer.Option(
+    option = typer.Option(
         *([row.written] if flag.type is bool else []),
         metavar=flag.form,
         rich_help_panel=row.panel or None,
@@ -115,7 +117,10 @@ def _parameter(row: Row, flag: Flag) -> inspect.Parameter:
     )
     kind = flag.type | None if default is None else flag.type
     return inspect.Parameter(
-        row.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
+        row.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, option],
     )
 
 
@@ -171,26 +176,31 @@ class Flags:
         return replace(self, said={**self.said, **said})
 
     @staticmethod
-    def of_words(words: Sequence[str]) -> dict[str, Any]:
-        """Values by the names of rows, of what `words` gave.
+    def of_words(words: Sequence[str], verb: str) -> dict[str, Any]:
+        """Values by the names of a verb's rows, of what `words` gave.
 
         Raises:
-            ConfigError: there is no such option any more.
+            ConfigError: it has no such option any more, or not with such a value.
         """
         rows, said = {**ROWS, **OWN}, dict[str, Any]()
         for word in words:
             name, is_given, value = word.removeprefix("--").partition("=")
-            row = rows.get(name := name.replace("-", "_"))
-            if row is None or row.flag is None:
+            flag = rows.get(name := name.replace("-", "_"), Row("")).flag
+            try:
+                if flag is None or verb not in (flag.verbs or (verb,)):
+                    raise ValueError(name)
+                if bool(is_given) is (flag.type is bool):
+                    raise ValueError(value)
+                if flag.type == list[str]:
+                    said[name] = [*said.get(name, []), value]
+                else:
+                    said[name] = flag.type(value) if is_given else True
+            except ValueError as error:
                 raise ConfigError(
-                    f"the plan's command has {word}, and there is no such option",
+                    f"the plan's command has {word}, which is no option of pdcompile {verb}",
                     where="plan: command",
                     remedy="make the plan again with this version: pdcompile plan TARGET",
-                )
-            if row.flag.type == list[str]:
-                said[name] = [*said.get(name, []), value]
-            else:
-                said[name] = row.flag.type(value) if is_given else True
+                ) from error
         return said
 
     def words(self) -> tuple[str, ...]:
@@ -256,6 +266,7 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
     Raises:
         PdcompileError: whatever the target or a pass refuses.
     """
+    from pdcompile.report.progress import working
     from pdcompile.workload import load_target
 
     flags.check()
@@ -264,7 +275,8 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
     # torch is imported, which the target does.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with collecting_seldom():
-        workload = load_target(target)
+        with working("loading", target):
+            workload = load_target(target)
         options = flags.to_options(workload, progress=True, command_target=target, **more)
         inputs, expected = workload.example()
 

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pdcompile.cli.options import Flags, Target, argument, compiled, verb, written_to
 from pdcompile.cli.output import Result, as_written, write_text
 from pdcompile.cluster import Cluster
 from pdcompile.clusters import cluster_of
 from pdcompile.errors import ConfigError, PlanError
-from pdcompile.files import capture_beside
 from pdcompile.plan import Plan
 from pdcompile.problem.scenario import Scenario, changed_cluster
 
-OF_MACHINES = ("cluster", "memory")
 OF_FUNCTIONS = ("optimizer", "loss_reduction")  # options that may name code
 
 
 @verb()
 def whatif(
     target: Target,
-    plan: Annotated[Path, argument("PLAN", "The plan.json that it is compared with.")],
     flags: Flags,
     machines: Scenario,
+    plan: Annotated[
+        Path | None, argument("PLAN", "The plan.json that it is compared with.")
+    ] = None,
     output: Annotated[
         Path | None,
-        written_to("Write the new plan to this file, and changed machines beside it (FILE.toml)."),
+        written_to(
+            "Write the new plan to this file, and changed machines beside it (FILE.cluster.toml)."
+        ),
     ] = None,
 ) -> Result:
     """Plan TARGET again on other machines or with other options, and compare.
 
-    Options that are left out are those of the command that made PLAN. The ops are those of the
-    capture beside PLAN, which is not made again; differences are shown as `pdcompile diff` does.
+    Options that are left out are those of the command that made PLAN, whatever their help says of
+    defaults. Differences are shown as `pdcompile diff` does.
 
     Examples:
 
@@ -48,20 +50,21 @@ def whatif(
     from pdcompile.plan.diff import diff
     from pdcompile.report.diff_table import diff_report
 
+    if plan is None:
+        raise _alone(target)
     before = Plan.load(plan)
-    flags, more, notes = _again(before, str(plan), target, flags, machines)
-    _, made = compiled(
-        target, flags, capture_file=capture_beside(plan), like=before, verify="off", **more
-    )
-    after = made.plan
+    flags, cluster, notes = _again(before, str(plan), target, flags, machines)
+    more = {} if cluster is None else {"cluster": cluster}
+    after = compiled(target, flags, verify="off", **more)[1].plan
+    found = diff(before, replace(after, command=before.command))
+    machines_file = None
     if output is not None:
-        if changed := more.get("cluster"):
-            file = output.with_suffix(".toml")
-            write_text(file, changed.to_toml())
-            flags = flags.with_said(cluster=str(file))
+        if cluster is not None:
+            machines_file = output.with_name(f"{output.stem}.cluster.toml")
+            write_text(machines_file, cluster.to_toml())
+            flags = flags.with_said(cluster=str(machines_file))
         after = replace(after, command=(target, *flags.words()))
         write_text(output, after.to_json() + "\n")
-    found = diff(before, after)
     document = {
         "status": after.certificate.status,
         "differences": found,
@@ -69,13 +72,25 @@ def whatif(
         "notes": notes,
     }
     report = diff_report(found, str(plan), str(output or "what if"))
-    return Result(document, [report, *(Text(f"note: {note}") for note in notes)], [output])
+    return Result(
+        document, [report, *(Text(f"note: {note}") for note in notes)], [output, machines_file]
+    )
+
+
+def _alone(target: str) -> ConfigError:
+    """Error for one argument, which may be the plan."""
+    named, remedy = "PLAN", f"pdcompile whatif {target} plan.json"
+    if target.endswith(".json"):
+        command = Plan.load(target).command
+        named, remedy = "TARGET", f"pdcompile whatif {command[0] if command else named} {target}"
+    return ConfigError(f"{target} alone: {named} is missing", where=named, remedy=remedy)
 
 
 def _again(
     plan: Plan, where: str, target: str, flags: Flags, machines: Scenario
-) -> tuple[Flags, dict[str, Any], tuple[str, ...]]:
-    """The flags that made a plan with those that are said now, and machines that no flag tells.
+) -> tuple[Flags, Cluster | None, tuple[str, ...]]:
+    """The flags that made a plan with those that are said now, machines that no flag tells, and
+    what had to be assumed of these.
 
     Raises:
         PlanError: it does not tell the command that made it.
@@ -88,7 +103,7 @@ def _again(
             remedy="make it with pdcompile plan; or plan with other options in Python, save both, "
             "and compare them: pdcompile diff a.json b.json",
         )
-    before = Flags.of_words(plan.command[1:])
+    before = Flags.of_words(plan.command[1:], "plan")
     for name, text in before.items():
         file = text.rpartition(":")[0] if name in OF_FUNCTIONS else ""
         if file and name not in flags.said and file != target.rpartition(":")[0]:
@@ -101,11 +116,20 @@ def _again(
             )
     said = {**before, **flags.said}
     if not machines.changes:
-        return Flags(said, "plan"), {}, ()
+        return Flags(said, "plan"), None, ()
     text = said.get("cluster", "auto")
-    cluster = Cluster.from_toml(plan.cluster, where=where) if text == "auto" else cluster_of(text)
-    if "memory" in said and machines.memory is None:
-        machines = replace(machines, memory=said["memory"])
+    cluster = _devices(plan) if text == "auto" else cluster_of(text)
     cluster, notes = changed_cluster(cluster, machines)
-    kept = {name: value for name, value in said.items() if name not in OF_MACHINES}
-    return Flags(kept, "plan"), {"cluster": cluster}, notes
+    gone = ("cluster", "memory") if machines.memory else ("cluster",)
+    kept = {name: value for name, value in said.items() if name not in gone}
+    return Flags(kept, "plan"), cluster, notes
+
+
+def _devices(plan: Plan) -> Cluster:
+    """The cluster of a plan, with each part of a rank as a device."""
+    cluster = plan.machines
+    if cluster.parts is None:
+        return cluster
+    devices = tuple(one for one in cluster.devices for _ in range(cluster.parts.size))
+    levels = (cluster.parts, *cluster.levels)
+    return replace(cluster, devices=devices, levels=levels, parts=None)

@@ -7,7 +7,7 @@ that it would train something.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -207,6 +207,16 @@ def check_loss(graph: OpGraph) -> None:
         where="loss_fn" if any(op.region == "loss" for op in graph.ops) else "the model's output",
         remedy="compute it from the model's output, as a tensor",
     )
+
+
+def note_without_loss(graph: OpGraph) -> Iterator[str]:
+    """A note where a plan is for training, and there is nothing to train on."""
+    if graph.training and graph.loss is None:
+        yield (
+            "there is no loss_fn, and the model returns no loss: steps are refused, and backwards "
+            "are planned all the same; for inference plan with schedule='forward' (--schedule "
+            "forward)"
+        )
 
 
 def _where_lost(graph: OpGraph) -> Op | None:

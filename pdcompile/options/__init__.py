@@ -68,7 +68,6 @@ class Options(TrainingOptions, MachineOptions, SearchOptions, GivenOptions, Fail
     microbatch_counts: tuple[int, ...] | None = None  # to choose from; None: around the usual
     extra_warmup: tuple[int, ...] = (0, 1)  # see `SearchSpace`
     capture_file: Path | None = None  # beside a plan: read where that is given, else written
-    like: Any = None  # the Plan that capture_file is beside, where another is made
     plan_file: str = "plan"  # where a plan that was read comes from
     command_target: str = "TARGET"  # of the command line, for commands that remedies name
     alone: bool = False  # one process runs what is made: it keeps outputs that nobody names

@@ -29,7 +29,6 @@ from pdcompile.schedule.registry import (
     several_a_rank,
     usual_stages,
 )
-from pdcompile.schedule.written import named
 
 COUNTED = next(kind.name for kind in KINDS.values() if kind.extra is not None)
 USES_STAGES = ("verify", "run")  # verbs that take generated stages
@@ -82,7 +81,7 @@ class TrainingOptions:
         "are what it says.",
         plan="training.schedule",
         compared=True,
-        flag=Flag(read=named),
+        flag=Flag(read=texts.schedule),
     )
     recompute: bool | Literal["auto"] | Sequence[bool] = option(
         False,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from pdcompile.errors import ConfigError, did_you_mean
+from pdcompile.schedule.registry import kind_of
+from pdcompile.schedule.written import named
 from pdcompile.user_functions import load_function
 
 LR = 3e-4  # where no other is given
@@ -25,6 +27,18 @@ def reduction(text: str) -> str:
 def reduction_of(text: str | None) -> Any:
     """``mean``, ``sum``, or the function of ``FILE:FUNCTION``, which is loaded."""
     return load_function(text) if text and ":" in text else text
+
+
+def schedule(text: str) -> str:
+    """A name, ``auto``, or the tasks of the file of that path.
+
+    Raises:
+        ScheduleError: there is no such schedule.
+    """
+    name: str = named(text)
+    if name != "auto":
+        kind_of(name, "--schedule")
+    return name
 
 
 def recompute(text: str) -> bool | Literal["auto"] | tuple[bool, ...]:

@@ -20,7 +20,7 @@ MOST_ROWS = 24
 PRINTS = {
     "model": "the graphs differ: of two models, or of one that is another with microbatches of the "
     "other size",
-    "costs": "their costs were measured or estimated differently",
+    "costs": "their costs differ: of microbatches of another size, or measured or estimated anew",
     "cluster": "they are for different clusters",
     "all": "they were made by different versions of pdcompile, or edited",
 }
