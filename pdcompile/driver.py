@@ -40,7 +40,7 @@ from pdcompile.passes.check import check
 from pdcompile.passes.parts import evaluated_in_parts, in_parts, run_whole
 from pdcompile.passes.planning.compiled_times import with_compiled_times
 from pdcompile.passes.planning.solved_problem import choices_of
-from pdcompile.passes.profile import check_costs
+from pdcompile.passes.profile import NO_GPU_HERE, check_costs, possible
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.assemble import notes_on_own_buffers
@@ -138,7 +138,6 @@ def resolved(
     """The options as a given plan completes them, on minibatch and machines: all that is refused
     before a model is captured is refused here."""
     options = with_user_plan(options, model)
-    check_refine(options, model)
     layout = resolve_batch(flat, options.batch_dims)
     check_minibatch(options, layout)
     chosen = configure(
@@ -148,6 +147,11 @@ def resolved(
         num_ranks=num_ranks,
         device=device_of(model, flat).type,
     )
+    costs = possible(options.costs, chosen.cluster.devices[0].kind)
+    if options.plan is None and costs != options.costs:
+        options, notes = replace(options, costs=costs), (*chosen.cluster.notes, NO_GPU_HERE)
+        chosen = replace(chosen, cluster=replace(chosen.cluster, notes=notes))
+    check_refine(options, model)
     check_splits(layout, chosen.training.num_microbatches)
     return options, layout, chosen
 

@@ -20,7 +20,7 @@ import pdcompile
 from benchmarks import gpu as benchmark
 from pdcompile.batch import example_call, resolve_batch
 from pdcompile.driver import build
-from pdcompile.errors import CostError
+from pdcompile.errors import ConfigError, CostError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import OpGraph
 from pdcompile.options import Options
@@ -37,6 +37,7 @@ from pdcompile.passes.costs.machines import calibrate
 from pdcompile.passes.costs.timing import LEAST_QUEUED, WARMUPS, took
 from pdcompile.passes.costs.workspaces import HOST, NEWER, OLDER, THREADS, VARIABLE, Kernels
 from pdcompile.passes.profile import (
+    NO_GPU_HERE,
     Profile,
     Sizes,
     apply,
@@ -267,8 +268,14 @@ def test_a_plan_for_gpus_says_that_there_was_none(monkeypatch: pytest.MonkeyPatc
             loss_fn=models.loss_for(model), cluster=pdcompile.Cluster.local(2, kind=kind),
             microbatches=4, verify="off", time_limit=0, refine=False,
         )  # fmt: skip
-        notes = pipe(options).plan.notes
-        assert any("measured on a CPU" in note for note in notes) is expected
+        plan = pipe(options).plan
+        notes = plan.notes
+        assert (NO_GPU_HERE in notes) is expected
+        assert (plan.costs == "estimated costs") is expected
+        refined = replace(options, refine=True)
+        if expected:
+            with pytest.raises(ConfigError, match="costs are estimated"):
+                pipe(refined)
         assert any("workspace on GPUs" in note for note in notes) is expected
 
 

@@ -55,6 +55,7 @@ Say = Callable[[str], None]
 _LOG = logging.getLogger(__name__)
 
 ON_CPU = "costs measured on a CPU"
+NO_GPU_HERE = "torch finds no GPU here to time operators on: costs are estimated instead"
 BUDGET_SECONDS = 2.0
 MAX_OPERAND_BYTES = 2 << 30
 GPU_SHARE = 8  # of a GPU's memory, that operands of an op may take: its backward has copies of them
@@ -89,6 +90,13 @@ def source_of(costs: Any, device_kind: str) -> str:
     return f"costs measured on {name}"
 
 
+def possible(costs: Any, device_kind: str) -> Any:
+    """The option ``costs`` for a kind of device: where measured ones would be a CPU's, and it has a
+    data sheet, estimated ones."""
+    of_cpu = costs == "measured" and source_of(costs, device_kind) == ON_CPU
+    return "estimated" if of_cpu and device_kind in KINDS else costs
+
+
 def other_device(costs: Any, device_kind: str) -> str:
     """A sentence where costs were not measured on the kind of device that a plan is for; or ""."""
     source = "" if costs == "estimated" else source_of(costs, device_kind)
@@ -96,10 +104,7 @@ def other_device(costs: Any, device_kind: str) -> str:
         return ""
     remedy = f'costs="estimated" (--costs estimated) goes by the data sheet of {device_kind}'
     if device_kind not in KINDS:
-        remedy = (
-            'plan where there is one, or name its kind and take costs="estimated"; known kinds are '
-            + ", ".join(KINDS)
-        )
+        remedy = f"plan where there is one, or name its kind: {', '.join(KINDS)}"
     said = source.replace("costs", "costs were", 1)
     if source == ON_CPU:
         said += ", as torch finds no GPU here, and stages balance as they would on that CPU"

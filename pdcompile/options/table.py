@@ -323,7 +323,8 @@ class SearchOptions:
     )
     costs: Any = option(
         "measured",
-        "measured: time the ops here; estimated: from FLOPs and bytes; from Python also a Profile.",
+        "measured: time the ops here; estimated: from FLOPs and bytes, as also for GPUs where torch "
+        "finds none; from Python also a Profile.",
         "Measured ones are kept in ~/.cache/pdcompile (PDCOMPILE_CACHE: another folder, or off).",
         flag=Flag(),
     )
