@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
 
+import pytest
+
+from pdcompile.cli.run import report
 from tests.helpers.alike import Call
 
 
@@ -166,3 +170,26 @@ def test_a_schedule_that_there_is_not_is_refused_before_the_target_is_loaded(
     code, _, err = call("plan", f"{tmp_path / 'slow.py'}:build", "--schedule", "zbh1")
     assert code == 2
     assert "did you mean 'zb-h1'" in err
+
+
+@pytest.mark.parametrize(("ranks", "load", "said"), [
+    (2, 3.5, "this host does other work too (load 3.5, 2 cores)"), (2, 2.9, ""),
+    (3, 9.0, "3 ranks share 2 cores"),
+])  # fmt: skip
+def test_a_run_says_what_else_its_host_does(
+    ranks: int, load: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = {"losses": {}, "steps": 8, "seconds": 1.0, "step_seconds": 0.1,
+                "forecast_step_seconds": 0.05}  # fmt: skip
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", str(ranks)),
+        ("LOCAL_WORLD_SIZE", str(ranks)),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("pdcompile.hardware.host.cores", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("pdcompile.cli.run.under_torchrun", lambda: True)
+    notes = [str(one) for one in report(document, "80 samples/s").shown if "note: " in str(one)]
+    assert said in "".join(notes)
+    assert bool(notes) is bool(said)

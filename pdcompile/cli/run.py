@@ -237,6 +237,8 @@ def report(document: Mapping[str, Any], throughput: str) -> Result:
         )
         if (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > cores():
             shown.append(f"note: {here} ranks share {cores()} cores here, and wait for each other")
+        elif (load := os.getloadavg()[0]) > max(cores(), here + 1):  # it counts the ranks too
+            shown.append(f"note: this host does other work too (load {load:.1f}, {cores()} cores)")
     return Result(document, shown)
 
 

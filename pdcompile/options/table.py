@@ -323,7 +323,7 @@ class SearchOptions:
     )
     costs: Any = option(
         "measured",
-        "measured: time the ops here; estimated: from FLOPs and bytes, as also for GPUs where torch "
+        "measured: time the ops here; estimated: from FLOPs and bytes, as for GPUs too where torch "
         "finds none; from Python also a Profile.",
         "Measured ones are kept in ~/.cache/pdcompile (PDCOMPILE_CACHE: another folder, or off).",
         flag=Flag(),
