@@ -11,6 +11,7 @@ from pdcompile.cli.output import Result, as_written, write_text
 from pdcompile.cluster import Cluster
 from pdcompile.clusters import cluster_of
 from pdcompile.errors import ConfigError, PlanError
+from pdcompile.files import capture_beside
 from pdcompile.plan import Plan
 from pdcompile.problem.scenario import Scenario, changed_cluster
 
@@ -28,7 +29,8 @@ def whatif(
     output: Annotated[
         Path | None,
         written_to(
-            "Write the new plan to this file, and changed machines beside it (FILE.cluster.toml)."
+            "Write the new plan to this file, its capture and changed machines beside it "
+            "(FILE.cluster.toml)."
         ),
     ] = None,
 ) -> Result:
@@ -54,7 +56,8 @@ def whatif(
         raise _alone(target)
     before = Plan.load(plan)
     flags, cluster, notes = _again(before, str(plan), target, flags, machines)
-    more = {} if cluster is None else {"cluster": cluster}
+    more: dict[str, object] = {} if cluster is None else {"cluster": cluster}
+    more |= {} if output is None else {"capture_file": capture_beside(output)}
     after = compiled(target, flags, verify="off", **more)[1].plan
     found = diff(before, replace(after, command=before.command))
     machines_file = None
