@@ -181,7 +181,7 @@ def test_commands(tmp_path: Path, call: Call) -> None:
     code, out, err = call("simulate", file)
     assert code == 0, err
     assert "rank 1 ·" in out
-    assert "B backward" not in out
+    assert "B= backward" not in out
     code, _, err = call("schedule", "forward")
     assert code != 0
     assert "'forward' updates nothing" in err

@@ -199,7 +199,7 @@ def test_the_legend_says_what_is_shown_and_no_more() -> None:
     shown = timeline.bars(events)
     wide = timeline.text(events, width=7 + 25)
     assert timeline.legend(wide, shown) == (
-        "F forward, B backward, U update, dots idle; the number is the microbatch"
+        "F- forward, B= backward, U update, dots idle; the number is the microbatch"
     )
     many = one_f_one_b(2, 60)
     narrow = timeline.text(many, width=40)
@@ -208,12 +208,12 @@ def test_the_legend_says_what_is_shown_and_no_more() -> None:
     alone = one_f_one_b(1, 2)[:-1]
     drawn = timeline.text(alone, width=40)
     assert timeline.legend(drawn, timeline.bars(alone)) == (
-        "F forward, B backward; the number is the microbatch"
+        "F- forward, B= backward; the number is the microbatch"
     )
     assert timeline.legend(timeline.text([]), ()) == ""
     parts = timeline.text(alone, width=40, of=lambda rank: (2 * rank, 2 * rank + 1))
     assert parts.plain.startswith("ranks 0–1 F0")
-    assert timeline.legend(parts, timeline.bars(alone)).startswith("F forward, B backward;")
+    assert timeline.legend(parts, timeline.bars(alone)).startswith("F- forward, B= backward;")
 
 
 def test_text_can_be_read_on_every_colour() -> None:

@@ -132,7 +132,8 @@ def legend(drawing: Text, shown: Sequence[Bar]) -> str:
         drawing: what `text` made of the events whose bars are `shown`.
     """
     signs = {sign for line in drawing.plain.splitlines() for sign in line.split(None, 2)[-1]}
-    parts = [f"{LETTERS[kind]} {kind}" for kind in LETTERS if LETTERS[kind] in signs]
+    marks = {kind: letter + FILL[kind] * (FILL[kind] != letter) for kind, letter in LETTERS.items()}
+    parts = [f"{mark} {kind}" for kind, mark in marks.items() if mark[0] in signs]
     parts += ["dots idle"] * ("·" in signs)
     number = f"; the number is the {numbered(shown)}" if any(map(str.isdigit, signs)) else ""
     return ", ".join(parts) + number
