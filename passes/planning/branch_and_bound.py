@@ -22,7 +22,7 @@ from functools import partial
 from itertools import accumulate, count
 
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, PlanError
+from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition import partition
@@ -30,8 +30,13 @@ from pdcompile.passes.partition.answer import DEFAULT_SECONDS, PATIENCE, claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import EQUAL
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
-from pdcompile.passes.partition.space.no_plan import no_plan, too_large
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, neighbours
+from pdcompile.passes.partition.space.no_plan import (
+    RECOMPUTATION,
+    least_share,
+    no_plan,
+    too_large,
+)
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited, neighbours
 from pdcompile.passes.partition.space.search_branches import (
     Branch,
     branches,
@@ -355,7 +360,15 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
         plan = replace(plan, certificate=certificate, notes=(*plan.notes, *notes))
         return plan, measure(limited, candidate.stage_of)
 
-    return replace(within_ledgers(problem, planned), problem=problem)
+    try:
+        return replace(within_ledgers(problem, planned), problem=problem)
+    except InfeasibleError as error:
+        again = replace(search.space, recompute=(False, True))
+        fits = least_share(search.prepared, search.cluster, again, search.training)[0] <= 1
+        if not (limited(search.cluster) and search.training.kind.trains and fits):
+            raise
+        remedy = f"{error.remedy}; or allow {RECOMPUTATION}"
+        raise type(error)(error.message, where=error.where, remedy=remedy) from error.__cause__
 
 
 def even_cut(problem: PartitionProblem) -> list[int]:

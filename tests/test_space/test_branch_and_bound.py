@@ -26,6 +26,7 @@ from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Pin
 from pdcompile.problem.space import SearchSpace, Setting
 from tests.helpers.graphs import chain, residual
+from tests.helpers.planned import planned
 from tests.helpers.spaces import every_candidate, seconds_of
 from tests.helpers.whole_space import BATCH, at
 
@@ -299,3 +300,15 @@ def test_what_only_the_simulator_can_time_is_checked_by_bounds() -> None:
     more = replace(plan.certificate, objective_seconds=1.01 * serial, status="feasible")
     with pytest.raises(PlanError, match="the stages take"):
         check_plan(replace(plan, certificate=more), at(graph)(1), cluster)
+
+
+def test_a_remedy_is_offered_only_where_less_memory_is_needed() -> None:
+    """Replicas hold all of a stage's weights: where these are what lacks, they do not help."""
+    graph = chain(4, 256)
+    free = planned(graph, Cluster.local(2)).forecast
+    assert free is not None
+    least = min(one.weights_bytes + one.gradients_bytes for one in free.ledgers)
+    with pytest.raises(InfeasibleError) as caught:
+        explored(graph, Cluster.local(2, memory=least), SearchSpace("1", (True,)))
+    assert "raise memory to at least" in str(caught.value.remedy)
+    assert "replicas" not in str(caught.value.remedy)

@@ -8,7 +8,7 @@ Of a space the least share of the largest device's memory is sought that a plan 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any
@@ -35,6 +35,7 @@ from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
 
 EXPLAIN_SECONDS = 5.0
+LESS = 0.99  # of the memory: worth being told
 ENTRIES = ("pins", "together", "apart")
 RECOMPUTATION = "recomputation (recompute='auto', --recompute auto)"
 
@@ -271,18 +272,13 @@ def no_plan(
             exhausted the space.  The formula alone may prove that nothing fits.
     """
     short, several = limited(cluster), bool(space.placement)
-    share, what, proved = _least_share(problems, cluster, space, training)
+    share, what, proved = least_share(problems, cluster, space, training)
     unproved = [*unproved] or [SOME] * several
-    more = [] if True in space.recompute else [RECOMPUTATION]
-    if space.replicas != "any" and any(kind_of(name).takes_replicas for name in space.schedules):
-        more.append("replicas (replicas='any', --replicas any)")
-    at_home = not max(space.homes) and training.optimizer_factor > 0
-    if (
-        at_home
-        and space.replicas != "1"
-        and not all(kind_of(n).updates_each for n in space.schedules)
-    ):
-        more.append("optimizer states at homes (updates='home', --updates home)")
+    more = [
+        text for text, wider in _wider(space, training)
+        if several or share == math.inf
+        or least_share(problems, cluster, wider, training)[0] < LESS * share
+    ]  # fmt: skip
     more += ["a schedule with one stage a rank"] * several
     others = f", or allow {' or '.join(more)}" if more else ""
     if (proved and share == math.inf) or (not short and (several or not unproved)):
@@ -301,8 +297,8 @@ def no_plan(
             f"no plan of the space fits: the largest device has {format_bytes(most)} of memory, "
             f"and the least that any plan needs is {share:.3g} times that ({what})",
             where="memory",
-            remedy=f"raise memory to at least {format_bytes(math.ceil(most * share))}, "
-            f"add devices{others}",
+            remedy=f"raise memory to at least {format_bytes(math.ceil(most * share))}"
+            + (f", add devices{others}" if others else " or add devices"),
         )
     if unproved:
         searched = "the space"
@@ -323,7 +319,24 @@ def no_plan(
     )
 
 
-def _least_share(
+def _wider(space: SearchSpace, training: Training) -> Iterator[tuple[str, SearchSpace]]:
+    """What a space does not allow that may take less memory, and the space with it (of ranks that
+    hold several stages the space itself, as nothing is known of these)."""
+
+    def with_(**changes: Any) -> SearchSpace:
+        return space if space.placement else replace(space, **changes)
+
+    if True not in space.recompute:
+        yield RECOMPUTATION, with_(recompute=(False, True))
+    if space.replicas != "any" and any(kind_of(name).takes_replicas for name in space.schedules):
+        yield "replicas (replicas='any', --replicas any)", with_(replicas="any", stages=None)
+    at_once = not all(kind_of(name).updates_each for name in space.schedules)
+    at_homes = training.optimizer_factor > 0 and at_once and space.replicas != "1"
+    if at_homes and not max(space.homes):
+        yield "optimizer states at homes (updates='home', --updates home)", with_(homes=(True,))
+
+
+def least_share(
     problems: Mapping[int, PreparedProblem],
     cluster: Cluster,
     space: SearchSpace,
