@@ -171,6 +171,8 @@ def test_the_plan_of_a_much_better_candidate_is_made_at_once(
     trials.budget = SimpleNamespace(spent=5.0, left=15.0)
     monkeypatch.setattr(Trials, "making", lambda *_: making)
     assert trials._promises(seconds, share, one) is at_once
+    trials.found = []  # the first plan is one that surely fits
+    assert not trials._promises(seconds, share, one)
 
 
 def test_what_lacked_memory_is_put_off_for_as_many_replicas(

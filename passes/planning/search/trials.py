@@ -215,9 +215,14 @@ class Trials:
         return math.inf
 
     def _promises(self, seconds: float, share: float, candidate: Candidate) -> bool:
-        """True if it is much faster than all that fit, and its plan takes little of the time."""
+        """True if it is much faster than all that fit, of which there is one, and its plan takes
+        little of the time."""
         much = seconds < MUCH * self.below and self._expected(share, candidate) <= 1
-        return much and self.making(candidate) < LITTLE * (self.budget.spent + self.budget.left)
+        return (
+            self.some
+            and much
+            and self.making(candidate) < LITTLE * (self.budget.spent + self.budget.left)
+        )
 
     def _expected(self, share: float, candidate: Candidate) -> float:
         return share * self.beyond.get(candidate.setting.schedule, 1.0)
