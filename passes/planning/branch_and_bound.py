@@ -363,9 +363,10 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
     try:
         return replace(within_ledgers(problem, planned), problem=problem)
     except InfeasibleError as error:
-        again = replace(search.space, recompute=(False, True))
-        fits = least_share(search.prepared, search.cluster, again, search.training)[0] <= 1
-        if not (limited(search.cluster) and search.training.kind.trains and fits):
+        space, training = search.space, search.training
+        again = replace(space, recompute=(False, True))
+        helps = training.kind.trains and limited(search.cluster)  # a cut alone keeps activations
+        if not helps or least_share(search.prepared, search.cluster, again, training)[0] > 1:
             raise
         remedy = f"{error.remedy}; or allow {RECOMPUTATION}"
         raise type(error)(error.message, where=error.where, remedy=remedy) from error.__cause__
