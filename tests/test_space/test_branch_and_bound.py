@@ -308,7 +308,9 @@ def test_a_remedy_is_offered_only_where_less_memory_is_needed() -> None:
     free = planned(graph, Cluster.local(2)).forecast
     assert free is not None
     least = min(one.weights_bytes + one.gradients_bytes for one in free.ledgers)
-    with pytest.raises(InfeasibleError) as caught:
-        explored(graph, Cluster.local(2, memory=least), SearchSpace("1", (True,)))
-    assert "raise memory to at least" in str(caught.value.remedy)
-    assert "replicas" not in str(caught.value.remedy)
+    for given in ({}, {"stages": 2, "in_order": True}, {"stages": 2, "recomputed": (True, True)}):
+        space = SearchSpace("1", (True,), **given)
+        with pytest.raises(InfeasibleError) as caught:
+            explored(graph, Cluster.local(2, memory=least), space)
+        assert "raise memory to at least" in str(caught.value.remedy)
+        assert "replicas" not in str(caught.value.remedy)

@@ -329,7 +329,10 @@ def _wider(space: SearchSpace, training: Training) -> Iterator[tuple[str, Search
     if True not in space.recompute:
         yield RECOMPUTATION, with_(recompute=(False, True))
     if space.replicas != "any" and any(kind_of(name).takes_replicas for name in space.schedules):
-        yield "replicas (replicas='any', --replicas any)", with_(replicas="any", stages=None)
+        yield (
+            "replicas (replicas='any', --replicas any)",
+            with_(replicas="any", stages=None, in_order=False, recomputed=()),
+        )
     at_once = not all(kind_of(name).updates_each for name in space.schedules)
     at_homes = training.optimizer_factor > 0 and at_once and space.replicas != "1"
     if at_homes and not max(space.homes):
