@@ -162,15 +162,6 @@ def test_parts_of_the_search_look_at_the_budget() -> None:
         solve(segments, bounding_cost(segments), over)
 
 
-def test_a_search_begins_with_what_it_is_given() -> None:
-    problem = gpt_problem(8, 6, "flush")
-    best, _ = partition(problem)
-    first, _ = partition(problem, time_limit=0.0)
-    given, _ = partition(problem, time_limit=0.0, start=best.stage_of)
-    assert given == best
-    assert first.objective > best.objective
-
-
 def test_however_many_chains_are_equally_good_one_is_found_soon() -> None:
     """The program's own chain is the last one, once too many were begun."""
     model = build(gpt_problem(12, 4))

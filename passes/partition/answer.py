@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile.errors import CostError, InfeasibleError, PlanError
@@ -41,7 +40,6 @@ def partition(
     patience: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-    start: Sequence[int] = (),
 ) -> tuple[Partition, Certificate]:
     """The best assignment of items to stages, and how far it is from the optimum at most.
 
@@ -55,7 +53,6 @@ def partition(
             0.1 % better, if all before took no longer.  None: 2, or no limit where there is one.
         seed: of CP-SAT; equal seeds give equal answers as long as the time limit is not reached.
         progress: called with a line of text, plan, bound and gap, when one of them improves.
-        start: the stage of every item in an assignment that is tried first.
 
     Raises:
         InfeasibleError: no assignment satisfies the limits; names those that conflict, and what
@@ -68,7 +65,7 @@ def partition(
     seconds = DEFAULT_SECONDS if time_limit is None else time_limit
     with Budget(seconds, patience=patience) as budget:
         try:
-            search = solve(problem, budget, seed, progress or (lambda _: None), start)
+            search = solve(problem, budget, seed, progress or (lambda _: None))
         except InfeasibleError as contradiction:
             raise no_assignment(problem, budget, seed, contradiction) from None
         if search.best is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -120,17 +120,14 @@ def solve(
     budget: Budget,
     seed: int = 0,
     progress: Progress = lambda _: None,
-    start: Sequence[int] = (),
 ) -> Search:
-    """The best assignment that is found and the best bound; `start`: one of items to begin with.
+    """The best assignment that is found and the best bound.
 
     Raises InfeasibleError: constraints contradict each other.
     """
     model = build(problem)
     search = Search(problem, model, budget, seed, progress)
     search.prove(simple_bound(model), "relaxation")
-    if start:
-        search.offer(tuple(start[group[0]] for group in model.members))
     allowed = Budget(CHAINS * budget.left, within=budget)
     search.cut = cut_of(model, lambda: allowed.late)
     cut_by_program(search)

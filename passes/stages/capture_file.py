@@ -74,10 +74,10 @@ def write_capture(found: Capture, path: Path, plan: Plan, target: str) -> str:
 def read_capture(path: Path, plan: Plan, call: CaptureCall, target: str) -> Capture | str:
     """The capture of a plan, or the reason why it has to be made again.
 
+    What it depends on besides the files, tensors and inputs of the model is not looked at.
+
     Args:
         target: of the command line, which made the model of the call.
-
-    What it depends on besides the files, tensors and inputs of the model is not looked at.
     """
     if not path.is_file():
         return f"there is no {path} beside the plan"

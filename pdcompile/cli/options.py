@@ -187,10 +187,12 @@ class Flags:
             name, is_given, value = word.removeprefix("--").partition("=")
             flag = rows.get(name := name.replace("-", "_"), Row("")).flag
             try:
-                if flag is None or verb not in (flag.verbs or (verb,)):
-                    raise ValueError(name)
-                if bool(is_given) is (flag.type is bool):
-                    raise ValueError(value)
+                if (
+                    not flag
+                    or verb not in (flag.verbs or (verb,))
+                    or (flag.type is bool) == bool(is_given)
+                ):
+                    raise ValueError(word)
                 if flag.type == list[str]:
                     said[name] = [*said.get(name, []), value]
                 else:

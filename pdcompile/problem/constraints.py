@@ -11,7 +11,6 @@ On the command line each is an option of the same name: `parsed` reads ``--pin "
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -169,27 +168,6 @@ def smallest_conflict(limits: Sequence[T], holds: Callable[[Sequence[T]], bool])
             if not holds(chosen):
                 return chosen
     return tuple(core)
-
-
-def read(text: str) -> Constraint | None:
-    """The constraint of this text; None where it is of none."""
-    try:
-        call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            return None
-        kind = next(one for one in KINDS.values() if one.__name__ == call.func.id)
-        return kind(*map(ast.literal_eval, call.args))
-    except (SyntaxError, StopIteration, TypeError, ValueError):
-        return None
-
-
-def option(constraint: Constraint) -> tuple[str, str]:
-    """Name and value of the command-line option that `parsed` reads as this constraint."""
-    name = next(name for name, kind in KINDS.items() if type(constraint) is kind)
-    after = (constraint.axis,) if isinstance(constraint, Split) else constraint.numbers
-    parts = (constraint.patterns, after)
-    value = "=".join(",".join(map(str, part)) for part in parts if part)
-    return f"--{name.replace('_', '-')}", value
 
 
 def parsed(given: Mapping[str, Sequence[str]]) -> tuple[Constraint, ...]:

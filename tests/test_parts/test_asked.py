@@ -18,7 +18,7 @@ from pdcompile.parts.shard import Split as Family
 from pdcompile.passes.parts import in_parts
 from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.plan import Plan, Training
-from pdcompile.problem.constraints import option, parsed, smallest_conflict
+from pdcompile.problem.constraints import parsed, smallest_conflict
 from tests.helpers.divided import batch_of, model_of
 from tests.helpers.launch import processes
 from tests.test_parts.test_experts import capture_of
@@ -161,7 +161,6 @@ def test_stages_of_one_part() -> None:
 def test_on_the_command_line() -> None:
     (one,) = parsed({"split_of": ["h.*.mlp = width+sequence"]})
     assert one == Split("h.*.mlp", "width+sequence")
-    assert option(one) == ("--split-of", "h.*.mlp=width+sequence")
     for wrong in ("h.*.mlp", "h=diagonal", "=width"):
         with pytest.raises(ConfigError, match="--split-of"):
             parsed({"split_of": [wrong]})

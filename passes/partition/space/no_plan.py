@@ -320,8 +320,8 @@ def no_plan(
 
 
 def _wider(space: SearchSpace, training: Training) -> Iterator[tuple[str, SearchSpace]]:
-    """What a space does not allow that may take less memory, and the space with it (of ranks that
-    hold several stages the space itself, as nothing is known of these)."""
+    """Wider spaces, whose plans may take less memory, each behind the words for what it allows; the
+    space itself where ranks hold several stages, of which nothing is known."""
 
     def with_(**changes: Any) -> SearchSpace:
         return space if space.placement else replace(space, **changes)
