@@ -1,16 +1,12 @@
-"""Bounds of a problem that need no search, and costs of stages for the dynamic program."""
+"""Bounds of a problem that need no search, and the cost of a stage for the dynamic program."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pdcompile.passes.partition.chains import Cost
 from pdcompile.passes.partition.model import Model
-from pdcompile.passes.partition.segments import Matrix, Segments
+from pdcompile.passes.partition.segments import Segments
 
 
 def bounding_cost(segments: Segments) -> Cost:
@@ -53,31 +49,3 @@ def crude_upper(model: Model) -> float:
         for flow in model.flows
     )
     return (work / slowest + transfers) * (m + n) * 1.01 + 1e-250
-
-
-def flush_costs(segments: Segments, shares: NDArray[np.float64] | None = None) -> Iterator[Cost]:
-    """Costs whose minimax is a good start for the makespan (not bounds: those are above).
-
-    The load by the share of all work that each stage is to have, where these are given; and m times
-    the load, plus what runs before a stage's first microbatch and after its last.
-    """
-    model = segments.model
-    m = model.problem.num_microbatches
-    before: Matrix = (segments.forward + segments.backward)[0]
-    shorter: Matrix = np.minimum(segments.forward, segments.backward)
-
-    def shared(stage: int) -> Matrix:
-        assert shares is not None
-        result: Matrix = segments.load_of(stage) / max(float(shares[stage]), 1e-9)
-        return result
-
-    def whole(stage: int) -> Matrix:
-        depth = max(0, min(model.in_flight(stage), m) - 1)
-        ramp = before[:, None] + m * segments.load_of(stage)
-        own = segments.compute(segments.stages[stage])
-        result: Matrix = np.maximum(ramp, before[-1] + (m - 1) * own - depth * shorter)
-        return result
-
-    if shares is not None:
-        yield shared
-    yield whole

@@ -33,6 +33,8 @@ Key = tuple[int, int]  # stages left (0 where any number will do), ranks left
 #: of a stage, from stages and ranks left, its row of the menu and the ideals before it: what it
 #: costs at least and its load, both as [I, J]
 Costs = Callable[[int, int, StageDeployment, slice], tuple[Matrix, Matrix]]
+#: of the same stage, with its load and the joined loads of those behind it: theirs with its own
+Joined = Callable[[Key, StageDeployment, Matrix, Matrix], Matrix]
 Cost = Callable[[int], Matrix]  # stage → [I, J] seconds
 ONE = StageDeployment()
 
@@ -43,6 +45,11 @@ class Piece(NamedTuple):
     begin: int
     end: int
     option: StageDeployment
+
+
+def _squared(_: Key, __: StageDeployment, load: Matrix, behind: Matrix) -> Matrix:
+    found: Matrix = load**2 + behind
+    return found
 
 
 @dataclass
@@ -64,6 +71,7 @@ class Chains:
     budget: Budget | None = None
     rest: dict[Key, Matrix] = field(default_factory=dict)
     squares: dict[Key, Matrix] = field(default_factory=dict)
+    joined: Joined = _squared
     #: of every ideal the row of the menu and the end of the first stage of the best chain
     choices: dict[Key, tuple[NDArray[np.intp], NDArray[np.intp]]] = field(default_factory=dict)
 
@@ -94,7 +102,7 @@ class Chains:
             if most < np.inf:
                 load = np.where(cost <= most, load, np.inf)
             bound = np.maximum(cost, self.rest[behind][None, :])
-            squares = load**2 + self.squares[behind][None, :]
+            squares = self.joined(key, option, load, self.squares[behind][None, :])
             self.rest[key] = np.minimum(self.rest.get(key, np.inf), bound.min(1))
             self.squares[key] = np.minimum(self.squares.get(key, np.inf), squares.min(1))
             table = bound if most == np.inf else squares
@@ -104,6 +112,11 @@ class Chains:
             rows, known = self.choices.get(key, (every * 0, every * 0))
             row = self.menu.index(option)
             self.choices[key] = np.where(better, row, rows), np.where(better, ends, known)
+
+    @property
+    def met(self) -> bool:
+        """True if a chain is among what was looked for."""
+        return self._start in self.squares and float(self.squares[self._start][0]) < np.inf
 
     def best(self) -> tuple[Piece, ...]:
         """A chain of the least bound; after `solve`, which found one."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.any_cut import AnyCut
-from pdcompile.passes.partition.bounds import bounding_cost, flush_costs, simple_bound
+from pdcompile.passes.partition.bounds import bounding_cost, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
@@ -21,6 +21,7 @@ from pdcompile.passes.partition.model import (
     next_to,
     positions,
 )
+from pdcompile.passes.partition.round_trips import likely_groups
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.plan.evaluate import measure, path_of, violations
@@ -109,7 +110,7 @@ class Search:
 
 MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
-FIRST = 300  # groups of the model that gives the first plan
+FIRST = 200  # groups of the model that gives the first plan
 MOVING = 0.5  # of the time
 CHAINS = 0.1  # of the time, for the linear program over critical paths
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
@@ -185,7 +186,8 @@ def cut_by_program(search: Search) -> None:
 
 
 def run_program(search: Search, segments: Segments, budget: Budget | None) -> None:
-    """Offer the dynamic program's plans; its value is a bound when the ideals are complete.
+    """Offer the plans of dynamic programs; the value of the first is a bound when the ideals are
+    complete, those that are likely the fastest come after it.
 
     Raises:
         OutOfTimeError: `budget` ended first.
@@ -202,14 +204,12 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         # Differences of sums lose digits relative to the total, not to the difference.
         total = sum(model.forward) + sum(model.backward)
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
-    if search.problem.objective == "flush":
-        shares = None if search.cut is None else search.cut.shares
-        for cost in flush_costs(segments, shares):
-            if search.late and len(segments.ideals) > FIRST:
-                return
-            found = best_chain(segments, cost, budget)
-            if found:
-                search.offer(found[1], segments.model)
+    shares = () if search.cut is None else tuple(search.cut.shares.tolist())
+    for due, far in dict.fromkeys([((), True), (shares, True), (shares, False)]):
+        if search.late and len(segments.ideals) > FIRST:
+            return
+        if likely := likely_groups(segments, due, far=far, budget=budget):
+            search.offer(likely, segments.model)
 
 
 def find_any(search: Search) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.alternatives import seconds_of
-from pdcompile.passes.partition.chains import Chains, Piece
+from pdcompile.passes.partition.chains import Chains, Key, Piece
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
@@ -21,6 +21,7 @@ from pdcompile.passes.partition.model import (
     next_to,
     positions,
 )
+from pdcompile.passes.partition.round_trips import Trips, Turn, likely_chain
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.matrices import Matrices
@@ -164,6 +165,7 @@ class Pipelines:
             bounding=not likely,
             keep=stages is not None,
         )  # fmt: skip
+        self.matrices = matrices
         self.chains = Chains(
             len(self.segments.ideals), len(seats.ranks), menu, matrices.costs, stages,
             recomputed=space.recomputed, widths=space.widths,
@@ -184,13 +186,32 @@ class Pipelines:
         One that lacks memory at its depths, which are known only now, is tried with recomputing
         stages right away; it comes again when its own bound has its turn.
         """
-        problem, cluster = self.prepared.problem, self.seats.cluster
         for bound, pieces in self.chains.enumerate(below, most):
-            candidate = self._candidate(pieces)
-            if self.decide:
-                candidate = recomputing(problem, cluster, candidate)
-            broken = violations(problem, cluster, candidate)
-            yield bound * (1 - 1e-12), candidate if not broken else None
+            yield bound * (1 - 1e-12), self._allowed(pieces)
+
+    def quickest(self) -> Candidate | None:
+        """The candidate that likely is the fastest, if there is one that breaks nothing."""
+        matrices, m = self.matrices, self.setting.num_microbatches
+        trips = Trips(self.segments, kind_of(self.setting.schedule), m, self.seats.fastest)
+        ranks = len(self.seats.ranks)
+
+        def turn_of(key: Key, option: StageDeployment) -> Turn:
+            p, r = ranks - key[1], option.replicas
+            depth = matrices.depth(p, r)
+            last = p + 2 * r > ranks
+            fewer = 1 if last else depth - matrices.depth(p + r, r)
+            return trips.turn(matrices.on(p, option), depth, fewer)
+
+        pieces = likely_chain(self.chains, turn_of, trips.per_microbatch)
+        return None if pieces is None else self._allowed(pieces)
+
+    def _allowed(self, pieces: tuple[Piece, ...]) -> Candidate | None:
+        """The candidate of these stages, recomputing where it has to; None if it breaks a rule."""
+        problem, cluster = self.prepared.problem, self.seats.cluster
+        candidate = self._candidate(pieces)
+        if self.decide:
+            candidate = recomputing(problem, cluster, candidate)
+        return None if violations(problem, cluster, candidate) else candidate
 
     def _candidate(self, pieces: tuple[Piece, ...]) -> Candidate:
         ranks, following = [], 0
@@ -314,14 +335,18 @@ def likely_cuts(
     stages: int | None,
     segments: Segments,
 ) -> Iterator[Candidate]:
-    """The best cut at such places by its bound, and the one by load, that break nothing."""
-    for likely in (False, True):
-        pipelines = Pipelines(
-            prepared, space, setting, seats, menu, stages=stages, segments=segments, likely=likely
-        )
-        if pipelines.bound() < math.inf:
-            found = islice(pipelines.candidates(lambda: math.inf, MOST_BEGUN), CUTS)
-            yield from islice((one for _, one in found if one is not None), 1)
+    """Cuts at such places that break nothing: of equally many replicas the one that is likely the
+    fastest and the one by load, of any the best by its bound."""
+    own = partial(
+        Pipelines, prepared, space, setting, seats, menu, stages=stages, segments=segments
+    )
+    equal = len({option.replicas for option in menu}) == 1
+    if equal and (one := own(likely=True).quickest()):
+        yield one
+    pipelines = own(likely=equal)
+    if pipelines.bound() < math.inf:
+        found = islice(pipelines.candidates(lambda: math.inf, MOST_BEGUN), CUTS)
+        yield from islice((one for _, one in found if one is not None), 1)
 
 
 def _variants(

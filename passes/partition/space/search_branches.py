@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import product
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.space.in_turn import SOME, StagesInTurn
@@ -99,10 +99,9 @@ class Branch:
         if isinstance(found, StagesInTurn):
             yield from found.likely()
             return
-        seats, few = replace(self.seats, share=share), len(self.counts) == 1
-        own = self.prepared, self.space, self.setting, seats, self.space.menu(self.counts)
-        every = likely_cuts(*own, self.stages, self.prepared.positions)
-        yield from every if few else islice(every, 1)  # looking at any replicas twice takes long
+        seats, menu = replace(self.seats, share=share), self.space.menu(self.counts)
+        own = self.prepared, self.space, self.setting, seats, menu
+        yield from likely_cuts(*own, self.stages, self.prepared.positions)
 
     def straight(self, stage_of: tuple[int, ...]) -> Candidate:
         """The candidate of such a problem's assignment."""
