@@ -158,14 +158,11 @@ def fake_gpus_have_gradients() -> bool:
 def gpu_autocast_anywhere() -> Iterator[None]:
     """Regions of ``torch.autocast("cuda")`` can be made on a host without a GPU: fake tensors of
     one are cast in them as its tensors are."""
-    common = torch.cuda.amp.common
-    before = common.amp_definitely_not_available, torch.cuda.is_bf16_supported
-    common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
-    try:
+    with (
+        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+    ):
         yield
-    finally:
-        common.amp_definitely_not_available, torch.cuda.is_bf16_supported = before
 
 
 @contextmanager
@@ -191,12 +188,9 @@ def gpu_autocast_on_cpu() -> Iterator[None]:
             leave(twin, *error)
         return found
 
-    autocast.__enter__, autocast.__exit__ = __enter__, __exit__
-    try:
-        with gpu_autocast_anywhere():
-            yield
-    finally:
-        autocast.__enter__, autocast.__exit__ = enter, leave
+    patched = patch.multiple(autocast, __enter__=__enter__, __exit__=__exit__)
+    with patched, gpu_autocast_anywhere():
+        yield
 
 
 @functools.cache
@@ -321,12 +315,7 @@ def import_compiler() -> None:
     importlib.import_module("torch._dynamo")
 
 
-@contextmanager
-def quiet_shape_errors() -> Iterator[None]:
+def quiet_shape_errors() -> AbstractContextManager[Any]:
     """Keeps torch from logging the traceback of every shape error before it raises it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True  # a level would empty all loggers' caches
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return patch.object(logger, "disabled", True)  # a level would empty all loggers' caches
