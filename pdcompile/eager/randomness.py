@@ -22,8 +22,10 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import count
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -50,6 +52,7 @@ from pdcompile.releases.torch_internals import (
 )
 
 LOSS_PATH = "loss_fn"
+CallKey = tuple[str, int]  # of a module: its FQN, and how often it had been called before
 
 # Their public faces carry the same name in torch, torch.Tensor, torch.nn.functional, torch._C._nn.
 SEEDED_OPS = seeded_ops()
@@ -269,7 +272,8 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stream = (seed, minibatch, microbatch)
         self._counters: dict[str, int] = {}
-        self._path = ""
+        self._calls: dict[str, Iterator[int]] = defaultdict(count)
+        self.running: list[CallKey] = [("", 0)]  # calls of modules, the innermost last
         self._in_leaf = False
         self._replaying = False
         self._following: dict[int, int] = {}  # seed of one draw -> seed of the next
@@ -302,7 +306,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not self._in_leaf and is_random_function(func):
-            self.draw(self._path)
+            self.draw()
             with drawing():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -310,11 +314,11 @@ class DrawScope(torch.overrides.TorchFunctionMode):
     @contextmanager
     def loss(self) -> Iterator[None]:
         """Names draws of functions inside, outside any module of the model, ``loss_fn``."""
-        outer, self._path = self._path, LOSS_PATH
+        outer, self.running = self.running, [(LOSS_PATH, 0)]
         try:
             yield
         finally:
-            self._path = outer
+            self.running = outer
 
     def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
         """``torch.autograd.backward(roots, gradients)`` for a forward in this scope, after it.
@@ -331,13 +335,14 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         finally:
             self._replaying = False
 
-    def draw(self, path: str) -> None:
-        """Seeds the generator for the next draw of `path`."""
+    def draw(self) -> None:
+        """Seeds the generator for the next draw of the innermost module."""
         if self._replaying:
             following = self._following.get(_host_generator().initial_seed())
             if following is not None:
                 reseed(following)
             return
+        path, _ = self.running[-1]
         index = self._counters.get(path, 0)
         self._counters[path] = index + 1
         self.draws.append((path, index))
@@ -351,26 +356,26 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         frame = python_draws.drawing_frame(sys._getframe(2))
         if not self._in_leaf and (frame is None or frame is not self._drawing):
             self._drawing = frame
-            self.draw(self._path)
+            self.draw()
             python_draws.begin()
         return function(*args, **kwargs)
 
     def call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a module's ``__call__`` and notes the running module."""
+        """Runs a module's ``__call__``, which is `running` meanwhile."""
         path = self._names.get(id(module))
         if path is None or self._in_leaf:
             return plain(module, *args, **kwargs)
-        if is_leaf(module):
-            if is_random_module(module):
-                self.draw(path)
-                with drawing():
-                    return self._run_leaf(module, plain, args, kwargs)
-            return self._run_leaf(module, plain, args, kwargs)
-        outer, self._path = self._path, path
+        self.running.append((path, next(self._calls[path])))
         try:
-            return plain(module, *args, **kwargs)
+            if not is_leaf(module):
+                return plain(module, *args, **kwargs)
+            if not is_random_module(module):
+                return self._run_leaf(module, plain, args, kwargs)
+            self.draw()
+            with drawing():
+                return self._run_leaf(module, plain, args, kwargs)
         finally:
-            self._path = outer
+            self.running.pop()
 
     def _run_leaf(
         self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any

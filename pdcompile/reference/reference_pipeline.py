@@ -253,14 +253,14 @@ class Reference(ReferenceState):
         self, flat: FlatCall, part: Mapping[str, Any], scope: DrawScope, *, with_loss: bool
     ) -> tuple[Any, Tensor | None]:
         args, kwargs, target = flat.unflatten(part)
-        with autocast_region(autocast_text(self._options.autocast, self._device.type)):
-            with self._uses.forward():
-                output = self._model(*args, **kwargs)
+        region = autocast_region(autocast_text(self._options.autocast, self._device.type))
+        with region, self._uses.of_microbatch(scope):
+            output = self._model(*args, **kwargs)
             if self._options.loss_fn is None:
                 return output, own_loss(output)
             if not with_loss:
                 return output, None
-            with scope.loss(), self._uses.loss():
+            with scope.loss():
                 return output, check_loss(self._options.loss_fn(output, target), "loss_fn")
 
     def _differentiable(self, loss: Tensor | None, output: Any) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pdcompile.eager.gradients import added, gradient_hooks
-from pdcompile.eager.randomness import LOSS_PATH
+from pdcompile.eager.randomness import CallKey, DrawScope
 from pdcompile.errors import ConfigError
 from pdcompile.plan import TiedParameter
 from pdcompile.releases.torch_internals import pytree
-
-Call = tuple[str, int]  # of a module: its FQN, and how often it had been called before
 
 
 class TiedUses(TorchFunctionMode):
@@ -34,8 +31,7 @@ class TiedUses(TorchFunctionMode):
         super().__init__()
         self._model, self._tied = model, tied
         self._leaves: dict[int, dict[int, nn.Parameter]] = {}  # by id of the parameter, and stage
-        self._stages: dict[int, dict[Call, tuple[int, ...]]] = {}
-        self._modules = {use.module for one in tied for use in one.uses} - {LOSS_PATH}
+        self._stages: dict[int, dict[CallKey, tuple[int, ...]]] = {}
         for one in tied:
             if not one.uses:
                 raise ConfigError(
@@ -62,36 +58,11 @@ class TiedUses(TorchFunctionMode):
         finally:
             self._leaves.clear()
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Context of the forward of one microbatch; outside of a minibatch it changes nothing."""
-        self._running: list[Call] = []
-        self._calls: Counter[str] = Counter()
-        self._used: Counter[tuple[int, Call]] = Counter()
-        with ExitStack() as stack:
-            for name in self._modules if self._leaves else ():
-                module = self._model.get_submodule(name)
-                begins = module.register_forward_pre_hook(partial(self._begin, name), prepend=True)
-                ends = module.register_forward_hook(self._end, always_call=True)
-                stack.callback(begins.remove)
-                stack.callback(ends.remove)
-            if self._leaves:
-                stack.enter_context(self)
-            yield
-
-    @contextmanager
-    def loss(self) -> Iterator[None]:
-        """Context of ``loss_fn``, which is no part of the model."""
-        with self if self._leaves else ExitStack():
-            self._running = [(LOSS_PATH, 0)]
-            yield
-
-    def _begin(self, name: str, *_: Any) -> None:
-        self._running.append((name, self._calls[name]))
-        self._calls[name] += 1
-
-    def _end(self, *_: Any) -> None:
-        self._running.pop()
+    def of_microbatch(self, scope: DrawScope) -> AbstractContextManager[Any]:
+        """Context of model and ``loss_fn``, whose modules run in a scope; outside of a minibatch it
+        changes nothing."""
+        self._scope, self._used = scope, Counter[tuple[int, CallKey]]()
+        return self if self._leaves else nullcontext()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -111,10 +82,11 @@ class TiedUses(TorchFunctionMode):
             self._used.update((one, self._call(one)) for one in seen)
         return result
 
-    def _call(self, parameter: int) -> Call:
+    def _call(self, parameter: int) -> CallKey:
         """The innermost running call of a module whose uses the plan names."""
         stages = self._stages[parameter]
-        return next((one for one in reversed(self._running) if one in stages), next(iter(stages)))
+        running = reversed(self._scope.running)
+        return next((one for one in running if one in stages), next(iter(stages)))
 
     def _leaf(self, parameter: int) -> nn.Parameter:
         call = self._call(parameter)

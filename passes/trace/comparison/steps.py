@@ -98,13 +98,13 @@ class Step:
 
     def _run(self, uses: TiedUses, scope: DrawScope) -> tuple[Outputs, Loss]:
         args, kwargs, target = self.call.unflatten(self.call.copied_leaves())
-        with scope:
-            with autocast_region(self.autocast), _runs(), uses.forward():
+        with scope, uses.of_microbatch(scope):
+            with autocast_region(self.autocast), _runs():
                 output = self.model(*args, **kwargs)
             outputs = self._named(output_leaves(output))
             loss = outputs.get(self.graph.loss or "")
             if (loss_fn := self.loss_fn) is not None:
-                with scope.loss(), autocast_region(self.autocast), _runs(), uses.loss():
+                with scope.loss(), autocast_region(self.autocast), _runs():
                     loss = loss_fn(output, target)
         try:
             self._backward(scope, outputs, loss)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from pdcompile.batch import FlatCall
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.modes import in_mode
-from pdcompile.eager.randomness import is_random_function, is_random_module
+from pdcompile.eager.randomness import CallKey, is_random_function, is_random_module
 from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
@@ -50,8 +50,6 @@ from pdcompile.releases.torch_internals import (
     flex_attention_uncompiled,
     is_functorch_wrapped_tensor,
 )
-
-CallKey = tuple[str, int]  # module path, how many earlier calls
 
 
 @dataclass(frozen=True, slots=True)

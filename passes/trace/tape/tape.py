@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pdcompile.eager.randomness import is_random_function
+from pdcompile.eager.randomness import CallKey, is_random_function
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Attr, Op, walk
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import real_shapes, refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Site
-from pdcompile.passes.trace.opaque.probe import CallKey, ObservedCall
+from pdcompile.passes.trace.opaque.probe import ObservedCall
 from pdcompile.passes.trace.tape.arguments import (
     NO_OP_CASTS,
     open_autocast,
