@@ -20,8 +20,8 @@ from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
+from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.planning.plan_check import check_plan
-from pdcompile.passes.schedules import memory_rule
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment, problem_of
 from pdcompile.plan.evaluate import measure, violations
@@ -29,7 +29,6 @@ from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
 from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.space import Setting
-from pdcompile.schedule.registry import kind_of
 from tests.helpers.derived_plan import check_derived
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import planned
@@ -62,16 +61,14 @@ def truth(plan: Plan, number: int) -> PartitionProblem:
     training, last = plan.training, len(plan.stages) - 1
     depths = training.warmup or tuple(last - s for s in range(last + 1))
     factor = training.optimizer_factor
-    return coarsen(
+    problem = coarsen(
         graph,
         stage_limits(cluster, range(len(plan.stages))),
         num_microbatches=training.num_microbatches,
-        objective=kind_of(training.schedule).objective,
-        memory=memory_rule(
-            Setting(training.schedule, training.num_microbatches, optimizer_factor=factor), depths
-        ),
         constraints=constraints,
     )
+    setting = Setting(training.schedule, training.num_microbatches, optimizer_factor=factor)
+    return scheduled(problem, cluster, setting, depths)
 
 
 @cache

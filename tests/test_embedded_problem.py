@@ -100,7 +100,7 @@ def edited(path: str, value: Any) -> str:
         ("traffic.0.forward_bytes", 0.5, "problem.traffic[0].forward_bytes", "whole number"),
         ("stages.0.speed", 0, "problem.stages[0].speed", "speed is 0"),
         ("pins.0", [2], "problem.pins[0]", "not a list of 2"),
-        ("memory", {"versions": "2"}, "problem.memory.versions", "not a whole number"),
+        ("holdings", [{"versions": "2"}], "problem.holdings[0].versions", "not a whole number"),
         ("objective", "speed", "problem.objective", "not one of"),
     ],
 )

@@ -149,7 +149,7 @@ PROVOKED: dict[str, Callable[[Path, Any], Any]] = {
         X, target=X
     ),
     "PDC-CLUSTER": lambda *_: Cluster.from_toml("[[devices]]\ncount = 2\nmemory = '80 apples'\n"),
-    "PDC-PLAN": lambda *_: Plan.from_json('{"schema": "pdcompile.plan/4", '),
+    "PDC-PLAN": lambda *_: Plan.from_json('{"schema": "pdcompile.plan/5", '),
     "PDC-INFEASIBLE": lambda *_: pipe_of(stages=50).prepare(X, target=X),
     "PDC-NOTFOUND": tight,
     "PDC-SCHEDULE": written("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n"),

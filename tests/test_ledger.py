@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdcompile.cluster import Cluster
+from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.planning.optimizer_state import ADAM, OptimizerCosts, optimizer_costs
-from pdcompile.passes.schedules import memory_rule
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.simulate.ledger import held_over_time
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
@@ -308,10 +309,9 @@ def shared_problems(draw: st.DrawFn) -> tuple[PartitionProblem, Plan]:
         traffic=tuple(Traffic(f"x{s}", s, (s + 1,), size, size) for s in range(n - 1)),
         stages=(StageLimits(),) * n,
         shared=(SharedParameter("w", tied.bytes, True, held),),
-        memory=memory_rule(Setting(name, m, clipping=clip is not None), plan.training.warmup),
-        num_microbatches=m,
     )
-    return problem, plan
+    setting = Setting(name, m, clipping=clip is not None)
+    return scheduled(problem, Cluster.local(n), setting, plan.training.warmup), plan
 
 
 @settings(max_examples=150)

@@ -22,7 +22,6 @@ from pdcompile.passes.partition.segments import Segments
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import (
     Item,
-    MemoryRule,
     PartitionProblem,
     SharedParameter,
     StageLimits,
@@ -33,6 +32,7 @@ from tests.helpers.problems import (
     chain_problem,
     evaluate,
     gpt_problem,
+    holding,
     random_problem,
 )
 
@@ -182,8 +182,8 @@ def test_tied_weights_keep_their_price() -> None:
 def test_round_trip_counts_when_little_is_in_flight() -> None:
     problem = chain_problem([3.0, 3.0], 2)
     for in_flight, seconds in (((2, 1), 3.0), ((1, 1), 6.0)):
-        rule = MemoryRule(in_flight=in_flight)
-        assert partition(replace(problem, memory=rule))[0].objective == pytest.approx(seconds)
+        with_it = replace(problem, in_flight=in_flight, holdings=holding(in_flight))
+        assert partition(with_it)[0].objective == pytest.approx(seconds)
 
 
 @pytest.mark.sample(3)

@@ -12,13 +12,12 @@ from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.problem import (
     Item,
-    MemoryRule,
     PartitionProblem,
     SharedParameter,
     StageLimits,
     Traffic,
 )
-from tests.helpers.problems import brute_force, gpt_problem
+from tests.helpers.problems import brute_force, gpt_problem, holding
 
 
 def random_chain(seed: int) -> PartitionProblem:
@@ -53,10 +52,11 @@ def random_chain(seed: int) -> PartitionProblem:
         )
         for _ in range(stages)
     )
-    rule = MemoryRule(in_flight=r.choice(((), in_flight)))
+    in_flight = r.choice(((), in_flight))
     return PartitionProblem(
-        items, traffic, limits, shared, memory=rule, num_microbatches=m, objective="flush"
-    )
+        items, traffic, limits, shared, in_flight=in_flight, holdings=holding(in_flight),
+        num_microbatches=m, objective="flush",
+    )  # fmt: skip
 
 
 def segments_of(problem: PartitionProblem) -> Segments:

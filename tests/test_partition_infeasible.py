@@ -8,8 +8,8 @@ import pytest
 from pdcompile.errors import CostError, InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.problem import (
+    Holding,
     Item,
-    MemoryRule,
     PartitionProblem,
     SharedParameter,
     StageLimits,
@@ -23,7 +23,7 @@ def sized(sizes: list[int], limits: list[int | None], **fields: Any) -> Partitio
     items = tuple(Item(f"layer{i}", (f"op{i}",), 1.0, 2.0, n, n) for i, n in enumerate(sizes))
     traffic = tuple(Traffic(f"op{i}", i, (i + 1,), 0) for i in range(len(sizes) - 1))
     stages = tuple(StageLimits(memory_bytes=limit) for limit in limits)
-    fields.setdefault("memory", MemoryRule(1, 1, 0.0))
+    fields.setdefault("holdings", (Holding(1, 1, 0.0),) * len(limits))
     return PartitionProblem(items, traffic, stages, **fields)
 
 
@@ -53,7 +53,9 @@ def test_an_item_larger_than_every_device() -> None:
 
 
 def test_versions_and_optimizer_are_named() -> None:
-    text = refusal(sized([10, 300, 10], [1000, 1000], memory=MemoryRule((3, 2), 1, 2.0)))
+    text = refusal(
+        sized([10, 300, 10], [1000, 1000], holdings=(Holding(3, 1, 2.0), Holding(2, 1, 2.0)))
+    )
     assert "weight versions 3, 2, gradients 1, optimizer state 2 times the weights" in text
 
 

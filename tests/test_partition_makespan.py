@@ -14,7 +14,8 @@ from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.partition.space.candidates import scheduled
+from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
 from pdcompile.plan.evaluate import Evaluation, path_of
@@ -258,8 +259,8 @@ def simulated(
     depth = warmup(name, n, m, extra=r.choice((0, 1)))
     problem = PartitionProblem(
         items, tuple(traffic), stage_limits(cluster, range(n)), shared,
-        memory=memory_rule(Setting(name, m), depth), num_microbatches=m, objective="flush",
     )  # fmt: skip
+    problem = scheduled(problem, cluster, Setting(name, m), depth)
     holders = {0, n - 1} if tied else set()
     stages = tuple(
         StagePlan(

@@ -10,7 +10,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import solve
 from pdcompile.plan.evaluate import measure
 from pdcompile.problem import PartitionProblem
-from tests.helpers.problems import brute_force
+from tests.helpers.problems import brute_force, holding
 from tests.test_path_bound import blocks, branched, ratios
 
 
@@ -28,16 +28,12 @@ def tight(seed: int) -> PartitionProblem:
         )  # fmt: skip
     count, m = len(problem.stages), problem.num_microbatches
     in_flight = tuple(min(m, count - s) for s in range(count))
-    rule = replace(
-        problem.memory,
-        versions=r.choice((1, 2)),
-        in_flight=problem.memory.in_flight or in_flight,
-        received=tuple(n + 1 for n in in_flight),
-        returned=(2,) * (count - 1) + (1,),
-    )
-    problem = replace(problem, items=tuple(items), memory=rule)
-    held = sorted(max(measure(problem, one).memory_bytes) for one in some(problem, r, 20))
-    limit = held[len(held) // 3]
+    own, versions = problem.in_flight or in_flight, r.choice((1, 2))
+    held = holding(own, versions=versions, received=tuple(n + 1 for n in in_flight),
+                   returned=(2,) * (count - 1) + (1,))  # fmt: skip
+    problem = replace(problem, items=tuple(items), in_flight=own, holdings=held)
+    least = sorted(max(measure(problem, one).memory_bytes) for one in some(problem, r, 20))
+    limit = least[len(least) // 3]
     limits = tuple(replace(one, memory_bytes=limit) for one in problem.stages)
     return replace(problem, stages=limits)
 

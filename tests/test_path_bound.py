@@ -14,13 +14,19 @@ from pdcompile.passes.partition.space.path_bound import MOST, Path, heaviest_pat
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
 from pdcompile.problem import (
     Item,
-    MemoryRule,
     PartitionProblem,
     SharedParameter,
     StageLimits,
     Traffic,
 )
-from tests.helpers.problems import brute_force, chain_problem, gpt_problem, random_problem
+from pdcompile.schedule.registry import DEFAULT
+from tests.helpers.problems import (
+    brute_force,
+    chain_problem,
+    gpt_problem,
+    holding,
+    random_problem,
+)
 
 
 def branched(seed: int) -> PartitionProblem:
@@ -67,14 +73,14 @@ def branched(seed: int) -> PartitionProblem:
     )
     users = tuple(sorted(r.sample(range(n), r.choice((2, 2, 3)))))
     shared = (SharedParameter("w", r.randint(1, 9), True, users),) if r.random() < 0.5 else ()
-    rule = MemoryRule(in_flight=r.choice(((), in_flight)))
+    in_flight, schedule = r.choice(((), in_flight)), DEFAULT
     if r.random() < 0.2:
-        rule = replace(rule, schedule="gpipe", in_flight=(m,) * num_stages)
+        in_flight, schedule = (m,) * num_stages, "gpipe"
     elif r.random() < 0.2:
-        rule = replace(rule, schedule="zb-h1", in_flight=())
+        in_flight, schedule = (), "zb-h1"
     return PartitionProblem(
-        tuple(items), tuple(traffic), limits, shared, memory=rule, num_microbatches=m,
-        objective="flush",
+        tuple(items), tuple(traffic), limits, shared, schedule=schedule, in_flight=in_flight,
+        holdings=holding(in_flight), num_microbatches=m, objective="flush",
     )  # fmt: skip
 
 
@@ -114,12 +120,13 @@ def blocks(seed: int) -> PartitionProblem:
         )
         for _ in range(num_stages)
     )
-    rule = MemoryRule()
+    in_flight, schedule = tuple[int, ...](), DEFAULT
     if r.random() < 0.2:
-        rule = MemoryRule(schedule="gpipe", in_flight=(m,) * num_stages)
+        in_flight, schedule = (m,) * num_stages, "gpipe"
     return PartitionProblem(
-        tuple(items), tuple(traffic), limits, memory=rule, num_microbatches=m, objective="flush"
-    )
+        tuple(items), tuple(traffic), limits, schedule=schedule, in_flight=in_flight,
+        holdings=holding(in_flight), num_microbatches=m, objective="flush",
+    )  # fmt: skip
 
 
 def close(problem: PartitionProblem, best: float) -> float:

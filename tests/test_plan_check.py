@@ -12,8 +12,9 @@ from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
+from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.planning.plan_check import check_plan
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.space import Setting
@@ -31,9 +32,8 @@ def planned(graph: OpGraph, cluster: Cluster, schedule: str = "1f1b") -> Plan:
         graph,
         stage_limits(cluster, range(num_stages)),
         num_microbatches=M,
-        objective="bottleneck" if schedule == "2bw" else "flush",
-        memory=memory_rule(Setting(schedule, M), depth),
     )
+    problem = scheduled(problem, cluster, Setting(schedule, M), depth)
     found, certificate = partition(problem)
     training = Training(schedule, M, M * graph.batch_size, depth)
     return assembled(graph, problem, found, certificate, training, cluster)

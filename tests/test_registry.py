@@ -13,14 +13,17 @@ import torch
 from torch import nn
 
 import pdcompile
+from pdcompile.cluster import Cluster
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check import check
-from pdcompile.passes.schedules import make_stream, memory_rule
+from pdcompile.passes.partition.space.candidates import scheduled
+from pdcompile.passes.schedules import make_stream
 from pdcompile.problem.space import Setting
 from pdcompile.report.plan_table import explain
 from pdcompile.schedule.registry import DEFAULT, KINDS, ScheduleKind, allowed, kind_of
 from tests.helpers import pairs
 from tests.helpers.models import batch_for, loss_for, mlp
+from tests.helpers.problems import chain_problem
 from tests.helpers.schedules import make_plan
 from tests.test_imports import modules
 from tests.test_schedules import drawn_in, picture
@@ -73,7 +76,7 @@ def test_an_unknown_schedule_is_refused_everywhere() -> None:
     for build in (
         lambda: kind_of("pairs"),
         lambda: make_stream(make_plan("pairs", 2, 2, depths=(1, 0))),
-        lambda: memory_rule(Setting("pairs", 2), (1, 0)),
+        lambda: scheduled(chain_problem([1.0], 1), Cluster.local(1), Setting("pairs", 2), (0,)),
     ):
         with pytest.raises(ScheduleError, match=f"not one of {', '.join(KINDS)}") as caught:
             build()

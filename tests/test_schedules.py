@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from pdcompile.cluster import Cluster
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.check import check
+from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.schedules import (
     Stream,
     alone,
     gpipe,
     interleaved,
     make_stream,
-    memory_rule,
     one_f_one_b,
     stash,
     two_bw,
@@ -35,6 +35,7 @@ from pdcompile.problem.space import Setting
 from pdcompile.schedule import Action, Instruction
 from pdcompile.schedule.instruction import BACKWARDS
 from pdcompile.schedule.registry import KINDS, StageWork
+from tests.helpers.problems import chain_problem
 from tests.helpers.schedules import chain, make_plan, microbatches, plans, rich
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -218,20 +219,30 @@ def test_bad_warm_ups(arguments: tuple[object, ...], message: str) -> None:
         warmup(*arguments)  # type: ignore[arg-type]
 
 
-def test_memory_rule() -> None:
-    rule = memory_rule(Setting("1f1b", 2, clipping=True), (3, 2, 1, 0))
-    assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (1, 1, (2, 2, 2, 1))
+def held(setting: Setting, depths: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+    """Weight versions, gradient buffers, and microbatches in flight of each stage."""
+    count = len(depths)
+    found = scheduled(chain_problem([1.0] * count, count), Cluster.local(count), setting, depths)
+    each = found.holdings
+    return (
+        [one.versions for one in each],
+        [one.gradient_buffers for one in each],
+        [*found.in_flight],
+    )
+
+
+def test_what_stages_hold() -> None:
+    assert held(Setting("1f1b", 2, clipping=True), (3, 2, 1, 0)) == ([1] * 4, [1] * 4, [2, 2, 2, 1])
     setting = Setting("2bw", 8, optimizer_factor=1.0, clipping=True)
-    rule = memory_rule(setting, (3, 2, 1, 0))
-    assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (2, 2, (4, 3, 2, 1))
-    assert rule.optimizer_factor == 1.0
-    assert memory_rule(Setting("2bw", 4), (1, 0)).gradient_buffers == 1
-    rule = memory_rule(Setting("stash", 1), (4, 2, 0))
-    assert (rule.versions, rule.gradient_buffers, rule.in_flight) == ((5, 3, 1), 1, (5, 3, 1))
-    rule = memory_rule(Setting("vsync", 1, clipping=True), (4, 2, 0))
-    assert (rule.versions, rule.gradient_buffers, rule.in_flight) == (5, (1, 3, 5), (5, 3, 1))
+    assert held(setting, (3, 2, 1, 0)) == ([2] * 4, [2] * 4, [4, 3, 2, 1])
+    found = scheduled(chain_problem([1.0] * 4, 4), Cluster.local(4), setting, (3, 2, 1, 0))
+    assert {one.optimizer_factor for one in found.holdings} == {1.0}
+    assert held(Setting("2bw", 4), (1, 0))[1] == [1, 1]
+    assert held(Setting("stash", 1), (4, 2, 0)) == ([5, 3, 1], [1] * 3, [5, 3, 1])
+    clipped = Setting("vsync", 1, clipping=True)
+    assert held(clipped, (4, 2, 0)) == ([5] * 3, [1, 3, 5], [5, 3, 1])
     with pytest.raises(ScheduleError):
-        memory_rule(Setting("pipedream", 4), (1, 0))
+        held(Setting("pipedream", 4), (1, 0))
 
 
 @pytest.mark.sample(4)

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Level
 from pdcompile.errors import ClusterError, ScheduleError
-from pdcompile.passes.schedules import make_stream, memory_rule
+from pdcompile.passes.partition.space.candidates import scheduled
+from pdcompile.passes.schedules import make_stream
 from pdcompile.passes.simulate import Links, simulate, simulate_programs
 from pdcompile.plan import Edge, Plan, TiedParameter
 from pdcompile.plan.times import PipelineTimes
 from pdcompile.problem.space import Setting
 from pdcompile.schedule import Action
 from pdcompile.schedule.registry import KINDS
+from tests.helpers.problems import chain_problem
 from tests.helpers.schedules import chain, make_plan, microbatches
 
 
@@ -226,12 +228,13 @@ def test_the_memory_rule_is_what_the_walk_finds(name: str, clip: float | None, e
     count, one = microbatches(name, 6), {"trainable_bytes": 1, "parameter_bytes": 1}
     edges = chain(4, 0)  # what is sent may decide when a rank holds the most
     plan = make_plan(name, 4, count, edges=edges, extra=extra, clip=clip, saved_bytes=1, **one)
-    rule = memory_rule(Setting(name, count, clipping=clip is not None), plan.training.warmup)
+    setting, cluster = Setting(name, count, clipping=clip is not None), Cluster.local(4)
+    rule = scheduled(chain_problem([1.0] * 4, 4), cluster, setting, plan.training.warmup).holdings
     for s, ledger in enumerate(simulate(plan).forecast.ledgers):
-        assert ledger.weights_bytes == rule.versions_of(s)
-        assert ledger.activations_bytes == rule.counts(s)[0]
-        assert ledger.gradients_bytes <= rule.buffers_of(s)
-    assert ledger.gradients_bytes == rule.buffers_of(s)
+        assert ledger.weights_bytes == rule[s].versions
+        assert ledger.activations_bytes == rule[s].saved
+        assert ledger.gradients_bytes <= rule[s].gradient_buffers
+    assert ledger.gradients_bytes == rule[s].gradient_buffers
 
 
 @pytest.mark.sample(2)

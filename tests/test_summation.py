@@ -14,8 +14,9 @@ from pdcompile.errors import PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition import partition
+from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.planning.plan_check import check_plan
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Training
 from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.space import Setting
@@ -74,9 +75,8 @@ def test_the_planner_keeps_the_order_and_check_refuses_another() -> None:
         graph,
         stage_limits(cluster, range(2)),
         num_microbatches=2,
-        objective="flush",
-        memory=memory_rule(Setting("1f1b", 2), depth),
     )
+    problem = scheduled(problem, cluster, Setting("1f1b", 2), depth)
     named = {name: i for i, item in enumerate(problem.items) for name in item.ops}
     assert problem.order == ((named["sigmoid"], named["tanh"]), (named["tanh"], named["cos"]))
     found, certificate = partition(problem)

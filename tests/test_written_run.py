@@ -93,7 +93,7 @@ def test_a_later_stage_may_hold_more_microbatches() -> None:
     late = "late: 0F0 0B0 0F1 0B1 | 1F0 1I0 1F1 1I1 1W0 1W1"
     pipe = compiled(mlp, schedule=late)
     assert pipe.plan.problem is not None
-    assert pipe.plan.problem.memory.in_flight == (1, 2)
+    assert pipe.plan.problem.in_flight == (1, 2)
     train_alike(pipe, mlp, schedule=late)
 
 

@@ -10,20 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, ScheduleError
 from pdcompile.passes.check import check, check_programs
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.chains import solve
+from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
-from pdcompile.passes.schedules import make_stream, memory_rule, warmup
+from pdcompile.passes.schedules import make_stream, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import MemoryLedger, Plan
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Setting
 from pdcompile.schedule import Action, Instruction
 from tests.helpers import spaces
-from tests.helpers.problems import brute_force, evaluate
+from tests.helpers.problems import brute_force, chain_problem, evaluate
 from tests.helpers.schedules import chain, make_plan, mutated, same_clock
 from tests.test_partition_bounds import random_chain, segments_of
 from tests.test_partition_makespan import flush_problem, simulated
@@ -114,8 +116,9 @@ def test_activations_are_held_until_the_second_part() -> None:
         plan = make_plan(NAME, 4, 8, saved_bytes=1, recompute=again)
         found = [one.activations_bytes for one in simulate(plan).forecast.ledgers]
         assert found == expected
-    rule = memory_rule(Setting(NAME, 8), (3, 2, 1, 0))
-    assert [rule.counts(s) for s in range(4)] == [(4, 5, 2), (4, 5, 2), (4, 5, 2), (4, 5, 1)]
+    found = scheduled(chain_problem([1.0] * 4, 4), Cluster.local(4), Setting(NAME, 8), (3, 2, 1, 0))
+    held = [(one.saved, one.received, one.returned) for one in found.holdings]
+    assert held == [(4, 5, 2), (4, 5, 2), (4, 5, 2), (4, 5, 1)]
 
 
 def test_what_is_held_between_the_parts_is_another_number() -> None:
@@ -144,7 +147,7 @@ def ledgers(plan: Plan) -> tuple[MemoryLedger, ...]:
 def of_the_schedule(problem: PartitionProblem) -> PartitionProblem:
     """The same problem under ZB-H1."""
     n, m = len(problem.stages), problem.num_microbatches
-    return replace(problem, memory=memory_rule(Setting(NAME, m), warmup(NAME, n, m)))
+    return scheduled(problem, Cluster.local(n), Setting(NAME, m), warmup(NAME, n, m))
 
 
 def test_the_fast_clock_is_the_simulators() -> None:
@@ -158,7 +161,7 @@ def cases() -> Iterator[tuple[int, PartitionProblem]]:
     """Chains with any warm-up, and small problems of every kind."""
     for seed in range(60):
         row = random_chain(seed)
-        yield seed, replace(row, memory=replace(row.memory, schedule=NAME))
+        yield seed, replace(row, schedule=NAME)
     for seed in range(100, 260):
         problem = flush_problem(seed)
         if problem is not None:

@@ -11,8 +11,8 @@ import time
 
 from pdcompile.passes.partition import partition
 from pdcompile.problem import (
+    Holding,
     Item,
-    MemoryRule,
     PartitionProblem,
     SharedParameter,
     StageLimits,
@@ -56,14 +56,14 @@ def transformer(layers: int, num_stages: int, objective: str, seed: int = 0) -> 
     ]
     depth = [num_stages - 1 - s for s in range(num_stages)]
     flush = objective == "flush"
+    in_flight = tuple(d + 1 if flush else 2 * d + 1 for d in depth)
     return PartitionProblem(
         tuple(items),
         tuple(traffic),
         (StageLimits(bytes_per_second=12.5e9),) * num_stages,
         (SharedParameter("wte.weight", 150_000_000, True, (0, len(items) - 2)),),
-        memory=MemoryRule(
-            1 if flush else 2, 1, 2.0, tuple(d + 1 if flush else 2 * d + 1 for d in depth)
-        ),
+        in_flight=in_flight,
+        holdings=tuple(Holding(1 if flush else 2, saved=n, received=n) for n in in_flight),
         num_microbatches=32,
         objective="flush" if flush else "bottleneck",
     )

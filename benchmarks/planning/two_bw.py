@@ -14,8 +14,9 @@ from benchmarks.published import piper_model
 from benchmarks.published.piper_model import MenuProblem
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.partition import partition
+from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.planning.graph_free import plan_of
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Plan, Training
 from pdcompile.plan.evaluate import Evaluation
@@ -87,11 +88,10 @@ def planned(schedule: str, stages: Cut, num_microbatches: int) -> Plan:
     """The cut under a schedule, on devices of 16 GiB and the profile's links."""
     count = len(stages.problem.stages)
     depths = warmup(schedule, count, num_microbatches)
-    rule = memory_rule(Setting(schedule, num_microbatches), depths)
-    problem = replace(stages.problem, memory=rule, num_microbatches=num_microbatches)
     training = Training(schedule, num_microbatches, num_microbatches, depths)
-    level = Level("link", count, problem.stages[0].bytes_per_second)
+    level = Level("link", count, stages.problem.stages[0].bytes_per_second)
     cluster = Cluster((Device("v100", DEVICE_BYTES),) * count, (level,))
+    problem = scheduled(stages.problem, cluster, Setting(schedule, num_microbatches), depths)
     plan = plan_of(Evaluation(problem, stages.stage_of), training)
     return replace(plan, certificate=stages.certificate, cluster=cluster.to_toml(), problem=problem)
 

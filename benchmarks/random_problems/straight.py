@@ -11,14 +11,14 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import (
+    Holding,
     Item,
-    MemoryRule,
     Partition,
     PartitionProblem,
     SharedParameter,
@@ -43,7 +43,7 @@ def drawn(family: str, seed: int) -> PartitionProblem:
         items=tuple(_item(r, i) for i in range(n)),
         traffic=_traffic(r, n, shape),
         stages=(StageLimits(),) * num_stages,
-        memory=_rule(r, num_stages),
+        **_held(r, num_stages),
         num_microbatches=r.randint(1, 6),
         objective="flush" if r.random() < 0.5 else "bottleneck",
     )
@@ -173,12 +173,14 @@ def _stage(r: random.Random, family: str) -> StageLimits:
     )
 
 
-def _rule(r: random.Random, num_stages: int) -> MemoryRule:
+def _held(r: random.Random, num_stages: int) -> dict[str, Any]:
     depth = [num_stages - s for s in range(num_stages)]
     in_flight = r.choice(
         ((), tuple(depth), (r.randint(1, 6),) * num_stages, tuple(2 * d - 1 for d in depth))
     )
-    return MemoryRule(r.choice((1, 2)), 1, r.choice((0.0, 2.0, 0.5)), in_flight)
+    factors = r.choice((1, 2)), 1, r.choice((0.0, 2.0, 0.5))
+    each = (Holding(*factors, count, count) for count in in_flight or (1,) * num_stages)
+    return {"in_flight": in_flight, "holdings": tuple(each)}
 
 
 def _shared(r: random.Random, n: int) -> tuple[SharedParameter, ...]:

@@ -9,7 +9,6 @@ remain.  What the user asks for (`wishes`) binds items, with the words to name i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from pdcompile.errors import ConfigError, CostError, some
 from pdcompile.ir.graph import OpGraph
@@ -22,7 +21,6 @@ from pdcompile.problem import (
     ANY_CUT,
     ONE_GROUP,
     OUTPUT_WISH,
-    MemoryRule,
     PartitionProblem,
     StageLimits,
     Wish,
@@ -38,8 +36,6 @@ def coarsen(
     stages: tuple[StageLimits, ...],
     *,
     num_microbatches: int,
-    objective: Literal["bottleneck", "flush"] = "bottleneck",
-    memory: MemoryRule | None = None,
     constraints: Sequence[Constraint] = (),
     own_ages: bool = False,
 ) -> PartitionProblem:
@@ -81,9 +77,8 @@ def coarsen(
         together=tuple(dict.fromkeys(group for wish in given for group in wish.together)),
         pins=tuple(sorted({pin for wish in given for pin in wish.pins})),
         apart=tuple(sorted({pair for wish in given for pair in wish.apart})),
-        memory=memory or MemoryRule(in_flight=(1,) * len(stages)),
+        in_flight=(1,) * len(stages),
         num_microbatches=num_microbatches,
-        objective=objective,
         scope=_scope(graph, groups, moved_seconds, constraints),
         wishes=given,
     )

@@ -28,7 +28,7 @@ def validate(problem: PartitionProblem) -> None:
         raise InfeasibleError("a pipeline of 0 stages", remedy="ask for 1 or more stages")
     if not problem.items:
         raise InfeasibleError("the graph has no ops to place", remedy="give a model that computes")
-    for name in ("items", "traffic", "shared", "stages", "memory"):
+    for name in ("items", "traffic", "shared", "stages", "in_flight", "holdings"):
         for path, message, remedy in unusable_numbers(getattr(problem, name), f"problem.{name}"):
             raise CostError(message, where=path, remedy=remedy)
 

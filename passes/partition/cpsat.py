@@ -75,7 +75,7 @@ class Loads:
         return [part for part in parts if not isinstance(part, int)]
 
     def limit_memory(self) -> None:
-        """`MemoryRule`'s formula for every stage with a limit; bytes floored to units."""
+        """`Holding`'s formula for every stage with a limit; bytes floored to units."""
         model = self.model
         for s, stage in enumerate(self.stages):
             if stage.memory_bytes is None:
@@ -87,26 +87,26 @@ class Loads:
                 """At most one more than there are: products of whole models stay small."""
                 return min(math.floor(size) // unit, most + 1)
 
-            count, slots, back = model.problem.memory.counts(s)
+            held = model.problem.holding(s)
             total: Linear = 0
             largest = units(max(model.workspace_bytes))
             workspace = self.cp.new_int_var(0, largest, f"workspace{s}")
             for v in range(model.num_groups):
                 if not self.x.can(v, s):
                     continue
-                own = math.floor(model.fixed_bytes(v, s)) + count * model.saved_bytes[v]
+                own = math.floor(model.fixed_bytes(v, s)) + held.saved * model.saved_bytes[v]
                 total = total + units(own) * self.x.at(v, s)
                 if size := units(model.workspace_bytes[v]):
                     self.cp.add(workspace >= size * self.x.at(v, s))
             for e, flow in enumerate(model.flows):
-                if size := units(flow.received_bytes * slots):
+                if size := units(flow.received_bytes * held.received):
                     total = total + size * self.received(e, s)
-                if size := units(flow.returned_bytes * back):
+                if size := units(flow.returned_bytes * held.returned):
                     total = total + size * self.leaves(e, s)
             for c, copy in enumerate(model.copies):
                 absent = [self.x.elsewhere(v, s) for v in copy.ends]
-                held = self.x.implied(f"held{c}_{s}", absent)
-                total = total + units(model.held_bytes(copy, s)) * held
+                here = self.x.implied(f"held{c}_{s}", absent)
+                total = total + units(model.held_bytes(copy, s)) * here
                 if size := units(model.updated_bytes(copy, s)):
                     earlier = [negated(self.x.from_stage(v, s)) for v in copy.ends]
                     cases = [[*one, *earlier] for one in absent]
@@ -226,7 +226,7 @@ class IntegerProgram:
             self.cp.add(self.time >= self.loads.forward(s) + self.loads.backward(s))
             for transfer in self.loads.transfer(s):
                 self.cp.add(self.time >= transfer)
-        in_flight = self.model.problem.memory.in_flight
+        in_flight = self.model.problem.in_flight
         for s in range(len(in_flight)):  # `period` of plan/times.py
             trip: Linear = self.loads.forward(s) + self.loads.backward(s)
             linked: list[Any] = []

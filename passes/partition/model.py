@@ -96,12 +96,12 @@ class Model:
         return len(self.problem.stages)
 
     def in_flight(self, stage: int) -> int:
-        given = self.problem.memory.in_flight
+        given = self.problem.in_flight
         return given[stage] if given else 1
 
     def saved(self, stage: int) -> int:
         """Microbatches whose activations a stage holds."""
-        return self.problem.memory.counts(stage)[0]
+        return self.problem.holding(stage).saved
 
     def fixed_bytes(self, group: int, stage: int) -> float:
         """Bytes of a group's own parameters on a stage, with gradients and optimizer state."""
@@ -109,7 +109,7 @@ class Model:
 
     def held_bytes(self, copy: Copy, stage: int) -> int:
         """Bytes that a shared parameter takes on a stage that holds it."""
-        return copy.bytes * (self.problem.memory.versions_of(stage) if copy.trainable else 1)
+        return copy.bytes * (self.problem.holding(stage).versions if copy.trainable else 1)
 
     def updated_bytes(self, copy: Copy, stage: int) -> float:
         """Bytes that it takes besides on the stage that updates it."""
@@ -117,11 +117,11 @@ class Model:
 
     def _times(self, stage: int) -> float:
         """Bytes of a trainable parameter, with all that belongs to it, for each of its own."""
-        return self.problem.memory.versions_of(stage) + self._updated(stage)
+        return self.problem.holding(stage).versions + self._updated(stage)
 
     def _updated(self, stage: int) -> float:
-        rule = self.problem.memory
-        return rule.buffers_of(stage) + rule.optimizer_factor
+        held = self.problem.holding(stage)
+        return held.gradient_buffers + held.optimizer_factor
 
     def items_of(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The stage of every item, given that of every group."""

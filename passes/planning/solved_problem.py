@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from pdcompile.cluster import Cluster
-from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.partition.space.candidates import evaluation, scheduled
+from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.embedded import assignment, on_stages, plain, problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.schema import ranks_of
-from pdcompile.problem import MemoryRule, PartitionProblem
+from pdcompile.problem import Holding, PartitionProblem
 from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 
@@ -26,19 +26,15 @@ MOST_EXTRA = 4
 def with_problem(plan: Plan, problem: PartitionProblem, cluster: Cluster) -> Plan:
     """The plan with the problem that was solved, as one of the plan's own stages.
 
-    Of stages with replicas its memory rule says nothing: that is of one rank a stage.
+    What it says stages hold is of one rank a stage: of replicas it says nothing.
     """
-    training, ranks = plan.training, plan.ranks
-    rule = MemoryRule(optimizer_factor=training.optimizer_factor, schedule=training.schedule)
-    if all(stage.replicas == 1 for stage in plan.stages):
-        rule = memory_rule(setting_of(training), training.warmup)
-    own = replace(
-        on_stages(problem, len(plan.stages)),
-        stages=stage_limits(cluster, [own[0] for own in ranks]),
-        memory=rule,
-        num_microbatches=training.num_microbatches,
-        objective=training.kind.objective,
-    )
+    training, count = plan.training, len(plan.stages)
+    limits = stage_limits(cluster, [own[0] for own in plan.ranks])
+    own = replace(on_stages(problem, count), stages=limits)
+    own = scheduled(own, cluster, setting_of(training), training.warmup or range(count)[::-1])
+    if any(stage.replicas > 1 for stage in plan.stages):
+        unknown = (Holding(optimizer_factor=training.optimizer_factor),) * count
+        own = replace(own, in_flight=(), holdings=unknown)
     return replace(plan, problem=own)
 
 

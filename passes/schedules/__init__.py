@@ -1,21 +1,18 @@
-"""Schedules: warm-up depths, memory, and the programs of successive calls; one file a schedule."""
+"""Schedules: warm-up depths and the programs of successive calls; one file a schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd
 
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules.stream import Stream, evaluation, make_stream
-from pdcompile.problem import MemoryRule
 from pdcompile.problem.deployment import StageDeployment
-from pdcompile.problem.space import Setting
 from pdcompile.schedule.instruction import most_held
-from pdcompile.schedule.registry import GRADIENT_SLOTS, ScheduleKind, StageWork, kind_of
+from pdcompile.schedule.registry import ScheduleKind, StageWork, kind_of
 
-__all__ = ["Stream", "evaluation", "make_stream", "memory_rule", "warmup"]
+__all__ = ["Stream", "evaluation", "make_stream", "warmup"]
 
 
 def warmup(
@@ -101,30 +98,3 @@ def _scaled(depths: list[int], caps: list[int]) -> tuple[int, ...]:
         min(cap, int(depth * ratio + Fraction(1, 2)))
         for depth, cap in zip(depths, caps, strict=True)
     )
-
-
-def memory_rule(setting: Setting, warmup: tuple[int, ...]) -> MemoryRule:
-    """Rule for what a stage holds: weight versions, gradient buffers, microbatches, slots.
-
-    Raises ScheduleError for an unknown schedule.
-    """
-    kind, m = kind_of(setting.schedule), setting.num_microbatches
-    in_flight = tuple(kind.in_flight(depth, m) for depth in warmup)
-    held = [kind.depth_held(depth, warmup[0]) for depth in warmup]
-    saved = tuple(kind.in_flight(depth, m) for depth in held)
-    return MemoryRule(
-        _alike(kind.versions(depth, warmup[0]) for depth in warmup),
-        _alike(kind.gradients_beside(d, warmup[0], m, late=setting.clipping) for d in warmup),
-        setting.optimizer_factor,
-        in_flight,
-        tuple(kind.slots(depth, m) for depth in held),
-        tuple(min(GRADIENT_SLOTS, count) for count in in_flight),
-        setting.schedule,
-        saved if saved != in_flight else (),
-    )
-
-
-def _alike(counts: Iterable[int]) -> int | tuple[int, ...]:
-    """One number where all stages have the same."""
-    listed = tuple(counts)
-    return listed if len(set(listed)) > 1 else listed[0]

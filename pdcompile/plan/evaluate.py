@@ -19,26 +19,10 @@ from functools import cache, cached_property
 from pdcompile.cluster import Link, slowest
 from pdcompile.plan.makespan import Path, warmup_of
 from pdcompile.plan.times import Message, PipelineTimes, messages_of
+from pdcompile.problem import Holding as Holding
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.schedule.fetches import fetches_of
 from pdcompile.schedule.turns import Pattern
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Factors of what a rank of a stage holds, by its schedule.
-
-    `saved`: microbatches whose activations are kept; `received` and `returned`: slots of what
-    the stage receives forward and backward.
-    """
-
-    versions: int
-    gradient_buffers: int
-    optimizer_factor: float
-    saved: int
-    received: int
-    returned: int = 0
-    readers: int = 1  # ranks that have its weights together
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +53,7 @@ class Deployment:
     @staticmethod
     def straight(problem: PartitionProblem) -> Deployment:
         """One rank a stage, as the stages of the problem say."""
-        rule, stages = problem.memory, problem.stages
+        stages = problem.stages
 
         @cache
         def link(a: int, b: int) -> Link:
@@ -80,19 +64,11 @@ class Deployment:
             [stage.speed for stage in stages],
             [stage.memory_bytes for stage in stages],
             [not stage.full_duplex for stage in stages],
-            rule.in_flight,
+            problem.in_flight,
             problem.objective == "flush",
-            rule.schedule,
+            problem.schedule,
             problem.num_microbatches,
-            [
-                Holding(
-                    rule.versions_of(s),
-                    rule.buffers_of(s),
-                    rule.optimizer_factor,
-                    *rule.counts(s),
-                )
-                for s in range(len(stages))
-            ],
+            list(map(problem.holding, range(len(stages)))),
             (False,) * len(stages),
             link,
         )

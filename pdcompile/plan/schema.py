@@ -25,7 +25,7 @@ from pdcompile.schedule.registry import DEFAULT, ScheduleKind, kind_of
 from pdcompile.schedule.spec import PipelineSpec
 from pdcompile.schedule.turns import Pattern, in_turn
 
-SCHEMA = "pdcompile.plan/4"
+SCHEMA = "pdcompile.plan/5"
 COPIED = 2.0  # bytes moved per byte that is copied: read, and written
 CLIPPED = 3.0  # read for the norm, then read and written once more
 

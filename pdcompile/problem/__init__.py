@@ -67,11 +67,11 @@ class StageLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRule:
-    """Bytes that a stage needs at least: filled in by the schedule functions.
+class Holding:
+    """Factors of the bytes that a rank of a stage needs at least, by its schedule.
 
-    bytes = trainable·versions[s] + updated·(gradient_buffers[s] + optimizer_factor) + frozen
-            + saved[s]·what one keeps + received[s]·what comes in + returned[s]·its gradients
+    bytes = (trainable·versions + frozen) / readers + updated·(gradient_buffers + optimizer_factor)
+            + saved·what a microbatch keeps + received·what comes in + returned·its gradients
             + workspace
 
     A stage updates what it trains, without copies of shared parameters that an earlier stage
@@ -79,29 +79,13 @@ class MemoryRule:
     step) is in the ledger of the schedule alone.
     """
 
-    versions: int | tuple[int, ...] = 1  # one a stage where they differ, as the next one
-    gradient_buffers: int | tuple[int, ...] = 1
+    versions: int = 1
+    gradient_buffers: int = 1  # minibatches whose gradients are held
     optimizer_factor: float = 2.0  # optimizer state bytes per trainable parameter byte
-    in_flight: tuple[int, ...] = ()  # per stage; empty: one
-    received: tuple[int, ...] = ()  # receive slots of each value; empty: as many as in flight
-    returned: tuple[int, ...] = ()  # receive slots of each gradient; empty: none
-    schedule: str = DEFAULT  # whose order and slots these are
-    saved: tuple[int, ...] = ()  # microbatches whose activations are held; empty: those in flight
-
-    def versions_of(self, stage: int) -> int:
-        """Weight versions that a stage holds."""
-        return self.versions if isinstance(self.versions, int) else self.versions[stage]
-
-    def buffers_of(self, stage: int) -> int:
-        """Minibatches whose gradients a stage holds."""
-        found = self.gradient_buffers
-        return found if isinstance(found, int) else found[stage]
-
-    def counts(self, stage: int) -> tuple[int, int, int]:
-        """Times that a stage holds what it saves, what it receives, and gradients that return."""
-        held = (self.saved or self.in_flight)[stage] if self.in_flight else 1
-        received = self.received[stage] if self.received else held
-        return held, received, self.returned[stage] if self.returned else 0
+    saved: int = 1  # microbatches whose activations are held
+    received: int = 1  # receive slots of each value
+    returned: int = 0  # receive slots of each gradient
+    readers: int = 1  # ranks that have its weights together
 
 
 # Parts of a certificate's scope, which "; " separates: "among all plans with ...".
@@ -148,11 +132,17 @@ class PartitionProblem:
     together: tuple[tuple[int, ...], ...] = ()
     pins: tuple[tuple[int, int], ...] = ()
     apart: tuple[tuple[int, int], ...] = ()
-    memory: MemoryRule = MemoryRule()
+    schedule: str = DEFAULT  # whose order this is, and whose microbatches and bytes the next ones
+    in_flight: tuple[int, ...] = ()  # by stage; empty: one
+    holdings: tuple[Holding, ...] = ()  # by stage; empty: the usual one
     num_microbatches: int = 1
     objective: Literal["bottleneck", "flush"] = "bottleneck"
     scope: str = ANY_CUT
     wishes: tuple[Wish, ...] = ()
+
+    def holding(self, stage: int) -> Holding:
+        """What a rank of a stage holds."""
+        return self.holdings[stage] if self.holdings else Holding()
 
     def with_memory(self, limits: Mapping[int, int | None]) -> PartitionProblem:
         """The problem with other memory limits (bytes; None: no limit) on these stages."""

@@ -211,22 +211,24 @@ def _training(plan: Plan, problem: PartitionProblem) -> Iterator[Finding]:
     if problem.num_microbatches != training.num_microbatches:
         message = f"{problem.num_microbatches}, and the plan has {training.num_microbatches}"
         yield "problem.num_microbatches", message, AGAIN
-    if problem.memory.optimizer_factor != training.optimizer_factor:
-        message = f"{problem.memory.optimizer_factor!r}, the plan has {training.optimizer_factor!r}"
-        yield "problem.memory.optimizer_factor", message, AGAIN
+    for s in range(len(problem.stages)):
+        factor = problem.holding(s).optimizer_factor
+        if factor != training.optimizer_factor:
+            message = f"{factor!r}, the plan has {training.optimizer_factor!r}"
+            yield f"problem.holdings[{s}].optimizer_factor", message, AGAIN
     straight = not _replicated(plan) and len(problem.stages) == len(plan.stages)
-    order = problem.memory.schedule
+    order = problem.schedule
     if order != training.schedule and (straight or order != DEFAULT):
-        yield "problem.memory.schedule", f"{order!r}, the plan has {training.schedule!r}", AGAIN
+        yield "problem.schedule", f"{order!r}, the plan has {training.schedule!r}", AGAIN
     if not straight:
         return
     last = len(plan.stages) - 1
     depths = training.warmup or [last - s for s in range(last + 1)]
     most = training.num_microbatches
     expected = tuple(kind.in_flight(depth, most) for depth in depths)
-    if problem.memory.in_flight != expected:
-        message = f"{problem.memory.in_flight}, and warm-up {tuple(depths)} means {expected}"
-        yield "problem.memory.in_flight", message, AGAIN
+    if problem.in_flight != expected:
+        message = f"{problem.in_flight}, and warm-up {tuple(depths)} means {expected}"
+        yield "problem.in_flight", message, AGAIN
 
 
 def _scope(scope: str, problem: PartitionProblem) -> Iterator[Finding]:

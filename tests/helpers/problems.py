@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import (
+    Holding,
     Item,
-    MemoryRule,
     Partition,
     PartitionProblem,
     SharedParameter,
     StageLimits,
     Traffic,
 )
+
+
+def holding(in_flight: Sequence[int], **factors: Any) -> tuple[Holding, ...]:
+    """What stages hold that save and receive what is in flight; factors are one, or one each."""
+    factors = {"saved": in_flight, "received": in_flight} | factors
+    rows = {k: v if isinstance(v, Sequence) else [v] * len(in_flight) for k, v in factors.items()}
+    return tuple(Holding(**{k: row[s] for k, row in rows.items()}) for s in range(len(in_flight)))
 
 
 def random_problem(seed: int, max_items: int = 7) -> PartitionProblem:
@@ -73,13 +81,15 @@ def random_problem(seed: int, max_items: int = 7) -> PartitionProblem:
             tuple(2 * (num_stages - s) - 1 for s in range(num_stages)),
         )
     )
-    rule = MemoryRule(r.choice((1, 2)), 1, r.choice((0.0, 2.0, 0.5)), in_flight)
+    factors: dict[str, Any] = {
+        "versions": r.choice((1, 2)), "optimizer_factor": r.choice((0.0, 2.0, 0.5))
+    }  # fmt: skip
     if seed % 3 == 0:  # a schedule whose stages hold unlike numbers of versions
         versions = tuple(num_stages - s for s in range(num_stages))
-        rule = replace(rule, versions=versions, gradient_buffers=versions[::-1])
+        factors |= {"versions": versions, "gradient_buffers": versions[::-1]}
     if seed % 2:
-        slots = tuple(count + 1 for count in in_flight)
-        rule = replace(rule, received=slots, returned=tuple(min(2, n) for n in in_flight))
+        slots = tuple(count + 1 for count in in_flight) or 1
+        factors |= {"received": slots, "returned": tuple(min(2, n) for n in in_flight) or 0}
     return PartitionProblem(
         tuple(items),
         tuple(traffic),
@@ -88,7 +98,8 @@ def random_problem(seed: int, max_items: int = 7) -> PartitionProblem:
         together=((0, n - 1),) if r.random() < 0.05 and n > 1 else (),
         pins=((r.randrange(n), r.randrange(num_stages)),) if r.random() < 0.2 else (),
         apart=((0, n - 1),) if r.random() < 0.1 and n > 1 else (),
-        memory=rule,
+        in_flight=in_flight,
+        holdings=holding(in_flight or (1,) * num_stages, **factors),
         num_microbatches=m,
         objective=r.choice(("bottleneck", "flush")),
     )
@@ -158,7 +169,8 @@ def gpt_problem(
         tuple(traffic),
         (StageLimits(bytes_per_second=12.5e9),) * num_stages,
         (SharedParameter("wte.weight", 150_000_000, True, (first, head)),),
-        memory=MemoryRule(1 if flush else 2, 1, 2.0, in_flight),
+        in_flight=in_flight,
+        holdings=holding(in_flight, versions=1 if flush else 2),
         num_microbatches=32,
         objective=objective,  # type: ignore[arg-type]
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from pdcompile.cluster import Cluster
-from pdcompile.plan.evaluate import Deployment, Evaluation, Holding
+from pdcompile.plan.evaluate import Deployment, Evaluation
 from pdcompile.plan.times import half_duplex
-from pdcompile.problem import PartitionProblem
+from pdcompile.problem import Holding, PartitionProblem
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Candidate, Setting
 from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of, name_of
@@ -50,18 +53,37 @@ def holding(
     splits backwards may hold as much.
     """
     kind, share = kind_of(setting.schedule), option.share(setting.num_microbatches)
-    held = kind.depth_held(depth, like)
-    in_flight, away = kind.in_flight(held, share), is_fetched(setting, option, cluster)
+    held, away = kind.depth_held(depth, like), is_fetched(setting, option, cluster)
     late = setting.clipping or option.replicas > 1
     buffers = kind.gradients_beside(depth, first, share, late=late)
     return Holding(
         1 if away else kind.versions(depth, first),
         1 if away else buffers,
         0 if away else setting.optimizer_factor / (option.replicas if setting.homes else 1),
-        option.kept(in_flight),
+        option.kept(kind.in_flight(held, share)),
         kind.slots(held, share),
-        min(GRADIENT_SLOTS, in_flight),
+        min(GRADIENT_SLOTS, kind.in_flight(depth, share)),
         option.replicas if kind.dispatched and setting.homes and cluster.on_host else 1,
+    )
+
+
+def scheduled(
+    problem: PartitionProblem, cluster: Cluster, setting: Setting, depths: Sequence[int]
+) -> PartitionProblem:
+    """The problem under a schedule, with a rank a stage and warm-ups of these depths.
+
+    Raises ScheduleError for an unknown schedule.
+    """
+    kind, m, first = kind_of(setting.schedule), setting.num_microbatches, depths[0]
+    return replace(
+        problem,
+        schedule=setting.schedule,
+        in_flight=tuple(kind.in_flight(depth, m) for depth in depths),
+        holdings=tuple(
+            holding(setting, StageDeployment(), depth, first, first, cluster) for depth in depths
+        ),
+        num_microbatches=m,
+        objective=kind.objective,
     )
 
 

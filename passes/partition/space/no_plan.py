@@ -211,14 +211,12 @@ def _alone(model: Model, group: int, stage: int) -> int:
 
 
 def _rule(problem: PartitionProblem) -> str:
-    rule, stages = problem.memory, range(len(problem.stages))
-    versions, gradients = (
-        ", ".join(dict.fromkeys(str(count(s)) for s in stages))
-        for count in (rule.versions_of, rule.buffers_of)
-    )
+    held = list(map(problem.holding, range(len(problem.stages))))
+    versions = ", ".join(dict.fromkeys(str(one.versions) for one in held))
+    gradients = ", ".join(dict.fromkeys(str(one.gradient_buffers) for one in held))
     return (
         f"by the planner's formula: weight versions {versions}, gradients {gradients}, optimizer "
-        f"state {rule.optimizer_factor:g} times the weights"
+        f"state {held[0].optimizer_factor:g} times the weights"
     )
 
 

@@ -30,7 +30,7 @@ from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.planning.graph_free import ledgers_of, plan_of
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan import MemoryLedger, Training
-from pdcompile.problem import MemoryRule, PartitionProblem, StageLimits
+from pdcompile.problem import Holding, PartitionProblem, StageLimits
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
@@ -63,7 +63,8 @@ class PreparedProblem:
             stages=(StageLimits(),) * (stages or 1),
             pins=problem.pins if stages else (),
             wishes=(),
-            memory=MemoryRule(1, 0, 0.0, (1,) * (stages or 1)),
+            in_flight=(1,) * (stages or 1),
+            holdings=(Holding(1, 0, 0.0),) * (stages or 1),
         )
         return build(free)
 

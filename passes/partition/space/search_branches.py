@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from pdcompile.cluster import Cluster
+from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.partition.space.in_turn import SOME, StagesInTurn
 from pdcompile.passes.partition.space.pipelines import (
     Pipelines,
@@ -15,7 +16,7 @@ from pdcompile.passes.partition.space.pipelines import (
     simple_bound,
 )
 from pdcompile.passes.partition.space.seats import Seats, arrangements
-from pdcompile.passes.schedules import memory_rule, warmup
+from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.deployment import StageDeployment, stage_limits
@@ -54,14 +55,9 @@ class Branch:
     @property
     def straight_problem(self) -> PartitionProblem:
         """The branch as a problem, where nothing but the cut of one rank a stage is open."""
-        setting = self.setting
-        return replace(
-            self.prepared.problem,
-            stages=stage_limits(self.seats.cluster, self.seats.ranks),
-            memory=memory_rule(setting, self.warmup),
-            num_microbatches=setting.num_microbatches,
-            objective=kind_of(setting.schedule).objective,
-        )
+        limits = stage_limits(self.seats.cluster, self.seats.ranks)
+        own = replace(self.prepared.problem, stages=limits)
+        return scheduled(own, self.seats.cluster, self.setting, self.warmup)
 
     @property
     def left_out(self) -> str:

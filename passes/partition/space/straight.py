@@ -33,7 +33,7 @@ def rules_of(path: Path, depths: Sequence[int]) -> StageRules:
     model = path.model
     problem, stages = model.problem, model.problem.stages
     limits = [size for one in stages if (size := one.memory_bytes) is not None]
-    rule, kind, count = problem.memory, kind_of(problem.memory.schedule), model.num_stages
+    kind, count = kind_of(problem.schedule), model.num_stages
 
     def deepest(_: StageDeployment, after: int) -> int:
         if kind.written is not None:  # its order is nobody's
@@ -41,9 +41,9 @@ def rules_of(path: Path, depths: Sequence[int]) -> StageRules:
         return max(depths[max(count - 1 - after, 0) :])
 
     def held(_: StageDeployment, after: int) -> tuple[float, int]:
-        able = range(count - after)
-        trained = min(rule.versions_of(t) + rule.buffers_of(t) for t in able)
-        return trained + rule.optimizer_factor, min(rule.counts(t)[0] for t in able)
+        able = list(map(problem.holding, range(count - after)))
+        trained = min(t.versions + t.gradient_buffers + t.optimizer_factor for t in able)
+        return trained, min(t.saved for t in able)
 
     return StageRules(
         kind, problem.objective == "bottleneck", problem.num_microbatches, count,
@@ -103,7 +103,7 @@ def straight_bound(
     `cut`: the mixture of chains.  Stages without the path, which pass nothing on, count for nothing
     on a chain: it is shorter by its hops, and by what they do beside the path.
     """
-    in_flight, m = model.problem.memory.in_flight, model.problem.num_microbatches
+    in_flight, m = model.problem.in_flight, model.problem.num_microbatches
     depths = warmup_of(in_flight, model.num_stages, m)
     path = Path(model, groups_told_apart(model.num_stages, 1, MOST))
     rules = rules_of(path, depths)
@@ -131,9 +131,9 @@ def cut_of(model: Model, late: Late) -> AnyCut | None:
         there, back = _passed(model, path, link)
         return float(there.min()), float(back.min())
 
-    in_flight, m = problem.memory.in_flight, problem.num_microbatches
+    in_flight, m = problem.in_flight, problem.num_microbatches
     row = Row(
-        problem.memory.schedule, m, warmup_of(in_flight, model.num_stages, m),
+        problem.schedule, m, warmup_of(in_flight, model.num_stages, m),
         tuple(stage.speed for stage in problem.stages), tuple(map(least, problem.stages[:-1])),
     )  # fmt: skip
     return any_cut(row, *work, late)
