@@ -50,7 +50,7 @@ class Sentinel:
     """The states of all generators that forward might use."""
 
     def __init__(self) -> None:
-        self._first = self._now = python_draws.states()
+        self._now = python_draws.states()
         self._marks = python_draws.marks()
         self._torch_seed = torch.default_generator.initial_seed()
         self._torch = torch.default_generator.get_state()
@@ -81,11 +81,6 @@ class Sentinel:
         self._now, self._marks = python_draws.states(), python_draws.marks()
         return result
 
-    def restore(self) -> None:
-        """Restores all generators."""
-        python_draws.restore(self._first)
-        torch.default_generator.set_state(self._torch)
-
 
 class Generators(Interceptor):
     """Refuses draws and seeds outside of recorded ops."""
@@ -101,7 +96,7 @@ class Generators(Interceptor):
         sentinel = self._sentinel = Sentinel()
         ops = self.tape.ops
         unseeded = Unseeded(lambda: sum(op.draw is not None for op in ops), self.tape.where)
-        try:
+        with preserved_rng():
             with patched(
                 (torch, "initial_seed", _refuse_seed),
                 (torch.random, "initial_seed", _refuse_seed),
@@ -110,8 +105,6 @@ class Generators(Interceptor):
                 yield
             sentinel.check("forward, after its last operator", whole=True)
             sentinel.check_torch("forward")
-        finally:
-            sentinel.restore()
 
     def recorded(self, source: str) -> None:
         if self._sentinel is not None:

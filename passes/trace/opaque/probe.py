@@ -20,7 +20,12 @@ from torch.utils.flop_counter import flop_registry
 from pdcompile.batch import FlatCall
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.modes import in_mode
-from pdcompile.eager.randomness import CallKey, is_random_function, is_random_module
+from pdcompile.eager.randomness import (
+    CallKey,
+    is_random_function,
+    is_random_module,
+    preserved_rng,
+)
 from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
 from pdcompile.ir import python_draws
@@ -229,6 +234,7 @@ def _run(
     unseeded = Unseeded(lambda: watch.draws, lambda: locate(None)[0])
     try:
         with (
+            preserved_rng(),
             kept_buffers(model),
             watch.calls(),
             python_draws.watched(sentinel.follow),
@@ -242,7 +248,7 @@ def _run(
             watch.functions,
         ):
             model(*args, **kwargs)
-        sentinel.check(None, whole=True)
+            sentinel.check(None, whole=True)
     except TraceError:
         raise
     except Exception as error:
@@ -251,8 +257,6 @@ def _run(
             where=source_of_traceback(error),
             remedy=remedy(args, kwargs),
         ) from error
-    finally:
-        sentinel.restore()
     return watch.found
 
 
