@@ -23,6 +23,7 @@ from pdcompile.ir.stage_wiring import wire
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.plan import Edge, TiedParameter
 from pdcompile.reference.tied_uses import add_sum
+from pdcompile.weights.source import registered
 
 
 class LocalStage:
@@ -185,18 +186,11 @@ def build(
     with torch.device("meta"):
         stage = cls()
     opaque.bind(stage, interface, model)
-    fill(stage, "", interface, tensors.__getitem__)
+    fill(stage, interface, tensors.__getitem__)
     return stage
 
 
-def fill(
-    module: nn.Module, path: str, interface: StageInterface, tensor: Callable[[str], Tensor]
-) -> None:
-    """Puts tensors, by canonical FQN, into a module that lies at `path` in a stage."""
-    for at, part in module.named_modules(prefix=path):
-        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-        for table in tables:
-            for name, value in table.items():
-                if value is not None:
-                    full = f"{at}.{name}" if at else name
-                    table[name] = tensor(interface.aliases.get(full, full))
+def fill(stage: nn.Module, interface: StageInterface, tensor: Callable[[str], Tensor]) -> None:
+    """Puts tensors, by canonical FQN, into a stage."""
+    for one in registered(stage, shared=False):
+        one.table[one.leaf] = tensor(interface.aliases.get(one.name, one.name))

@@ -73,7 +73,7 @@ def demanded(graph: OpGraph, call: FlatCall) -> dict[str, Any]:
     for i, op in enumerate(graph.ops):
         wanted.update(op.inputs if op.opaque else ())
         if op.target == CHECK:
-            before = needed_ops(graph.ops[:i], op.inputs, lambda name: graph.values[name].storage)
+            before = needed_ops(graph.ops[:i], op.inputs, graph.storage_of)
             wanted |= before[1]
     found = {}
     for entry in graph.inputs:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall, follow_batch, resize, split, weights
+from pdcompile.batch.call import copied
 from pdcompile.batch.step_result import own_loss
 from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import PdcompileError, some
@@ -117,7 +118,7 @@ def _gradient(model: nn.Module, call: FlatCall, loss_fn: Any) -> dict[str, Tenso
     """The gradient of each parameter in evaluation mode: without dropout, and with the running
     statistics of batch norm, as those of a microbatch are another matter."""
     device = next((p.device for p in model.parameters()), devices.HOST)
-    args, kwargs, target = call.unflatten(call.copied_leaves())
+    args, kwargs, target = call.unflatten(copied(call.leaves))
     on_host = devices.is_host(device)
     generator = torch.default_generator if on_host else devices.generator(device)
     with preserved_rng(device), preserved_state(model, False), torch.enable_grad():

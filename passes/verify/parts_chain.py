@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.batch.call import copied
 from pdcompile.eager.gradients import gradient_hooks
 from pdcompile.eager.module_copies import twin_with
 from pdcompile.errors import VerifyError
@@ -18,6 +19,7 @@ from pdcompile.ir.stage_interface import Sources
 from pdcompile.parts.shard import Division, Shard
 from pdcompile.parts.turns import UnequalParts, in_turns
 from pdcompile.passes.stages.chain import Chain
+from pdcompile.passes.trace.comparison.step_values import same
 from pdcompile.plan import Edge, TiedParameter
 
 
@@ -65,7 +67,7 @@ class PartsChain:
                 for part, one in enumerate(own):
                     one.data, one.grad = self._division.own(fqn, tensor.data, part).clone(), None
         found = self._in_turns([
-            partial(chain.forward, _copied(leaves), minibatch) for chain in self._chains
+            partial(chain.forward, copied(leaves), minibatch) for chain in self._chains
         ])  # fmt: skip
         loss, outputs = found[0][1], self._division.outputs if self.graph.training else {}
         if loss is not None:
@@ -118,7 +120,7 @@ def _joined(name: str, given: Sequence[Any], shard: Shard | None) -> Any:
     """
     if shard is not None:
         return shard.joined(given)
-    if isinstance(given[0], Tensor) and not all(_equal(given[0], one) for one in given):
+    if isinstance(given[0], Tensor) and not all(same(given[0], one) for one in given):
         raise _apart(name)
     return given[0]
 
@@ -126,21 +128,6 @@ def _joined(name: str, given: Sequence[Any], shard: Shard | None) -> Any:
 def _own_constants(sources: Sources, division: Division, part: int) -> Sources:
     own = {fqn: division.own(fqn, one, part) for fqn, one in sources.constants.items()}
     return replace(sources, constants=own)
-
-
-def _copied(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, Tensor) else leaf
-        for path, leaf in leaves.items()
-    }  # fmt: skip
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    one, other = (t.to_dense() if t.layout != torch.strided else t for t in (one, other))
-    return torch.equal(one, other) or bool(
-        ((one == other) | ((one != one) & (other != other))).all()
-    )
 
 
 def _apart(what: str) -> VerifyError:

@@ -87,7 +87,7 @@ def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[
         tensors = {fqn: _empty(infos[fqn].shape, infos[fqn].dtype) for fqn in held}
         with META:
             module = cls()
-        fill(module, "", interface, tensors.__getitem__)
+        fill(module, interface, tensors.__getitem__)
         made: Constructors = {}
         for mode in (on_stages.train, on_stages.eval):
             stage = _Stage(mode, interface, plan, module, tensors, written, made)

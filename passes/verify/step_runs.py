@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall, microbatch_sizes, resize
+from pdcompile.batch.call import copied
 from pdcompile.eager.autocast import autocast_region
 from pdcompile.errors import PdcompileError, VerifyError
 from pdcompile.hardware import host
@@ -40,7 +41,7 @@ def stages(chain: Chain | PartsChain, step: Step, plan: Plan) -> tuple[Outputs, 
     """Runs one step by the generated stages.  Raises VerifyError, naming the stage that fails."""
     try:
         with autocast_region(plan.training.autocast):
-            outputs, loss = chain.forward(step.call.copied_leaves(), step.minibatch)
+            outputs, loss = chain.forward(copied(step.call.leaves), step.minibatch)
         if chain.graph.training and loss is not None:
             chain.backward()
     except PdcompileError:

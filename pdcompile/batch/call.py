@@ -93,14 +93,14 @@ class FlatCall:
         every = (*self.spec.arguments, self.spec.target)
         return next(argument.root for argument in every if path in argument.paths)
 
-    def copied_leaves(self) -> dict[str, Any]:
-        """The leaves, tensors copied: a model may write into its inputs."""
-        return {
-            path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for path, leaf in self.leaves.items()
-        }
+
+def copied(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves of a call, tensors copied: a model may write into its inputs."""
+    return {
+        path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor) else leaf
+        for path, leaf in leaves.items()
+    }  # fmt: skip
 
 
 def flatten_call(

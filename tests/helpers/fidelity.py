@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall
+from pdcompile.batch.call import copied
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.randomness import DrawScope, preserved_rng, reseed, seed_of
 from pdcompile.errors import VerifyError
@@ -74,7 +75,7 @@ def captured(step: Step) -> tuple[dict[str, Any], Tensor | None]:
         model, step.size, device_of(model, step.call), graph.tensor_values,
         scope=scope, opaque=opaque,
     )  # fmt: skip
-    given = step.call.copied_leaves()
+    given = copied(step.call.leaves)
     env: dict[str, Any] = {entry.name: given[entry.path] for entry in graph.inputs}
     seed_next = seeding(graph, step.seed, step.minibatch)
     with autocast_region(step.autocast):

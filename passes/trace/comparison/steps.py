@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import FlatCall, output_leaves
+from pdcompile.batch.call import copied
 from pdcompile.eager.autocast import autocast_region, region_dtype
 from pdcompile.eager.randomness import DrawScope
 from pdcompile.errors import PdcompileError, VerifyError
@@ -97,7 +98,7 @@ class Step:
             return self._run(uses, DrawScope(self.model, self.seed, self.minibatch, 0))
 
     def _run(self, uses: TiedUses, scope: DrawScope) -> tuple[Outputs, Loss]:
-        args, kwargs, target = self.call.unflatten(self.call.copied_leaves())
+        args, kwargs, target = self.call.unflatten(copied(self.call.leaves))
         with scope, uses.of_microbatch(scope):
             with autocast_region(self.autocast), _runs():
                 output = self.model(*args, **kwargs)

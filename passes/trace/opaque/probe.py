@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from pdcompile.batch import FlatCall
+from pdcompile.batch.call import copied
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.modes import in_mode
 from pdcompile.eager.randomness import (
@@ -225,7 +226,7 @@ def _run(
     subject: Subject, flat: FlatCall, *, paths: frozenset[str], hooks: bool = True
 ) -> Observed:
     model = subject.model
-    leaves = flat.copied_leaves()
+    leaves = copied(flat.leaves)
     args, kwargs, _ = flat.unflatten(leaves)
     watch = _OpaqueWatch(model, subject.table, paths, hooks=hooks)
     sentinel = Sentinel()
