@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pdcompile.batch import FlatCall
 from pdcompile.compiled import Compiled
 from pdcompile.errors import InputError, PdcompileError, some
+from pdcompile.ir.opaque import instance
 from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
@@ -25,7 +26,7 @@ from pdcompile.plan import Edge
 from pdcompile.runtime.calls import default_of, of_target
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session, wirings
-from pdcompile.runtime.stage.weights import instance, places
+from pdcompile.runtime.stage.weights import places
 from pdcompile.runtime.transport import launch
 from pdcompile.runtime.transport.links import pairs
 from pdcompile.runtime.watch.attribute_watch import AttributeWatch

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.stage_compiler import Backend
-from pdcompile.ir import opaque
 from pdcompile.ir.graph import OpGraph
+from pdcompile.ir.opaque import instance
 from pdcompile.ir.stage_interface import Sources, StageInterface
 from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
 from pdcompile.ir.stage_streams import Streams
@@ -183,9 +182,7 @@ def build(
     model: nn.Module | None = None,
 ) -> nn.Module:
     """A stage that holds the given tensors (by canonical FQN) under its own names."""
-    with torch.device("meta"):
-        stage = cls()
-    opaque.bind(stage, interface, model)
+    stage = instance(cls, interface, model)
     fill(stage, interface, tensors.__getitem__)
     return stage
 

@@ -59,8 +59,7 @@ class OpaqueState:
 
     def check(self, training: bool, args: Any, kwargs: Any, result: Any) -> None:
         """Raises ContractError unless the result has the form and sizes of a captured one."""
-        calls = self.expected.get(training, ())
-        problems = [_problem(expected, args, kwargs, result) for expected in calls]
+        problems = [_problem(one, args, kwargs, result) for one in self.expected.get(training, ())]
         if problems and all(problems):
             raise ContractError(
                 f"the opaque module {self.path!r} returned {problems[0]}",
@@ -98,14 +97,12 @@ def twin_of(model: nn.Module, path: str) -> nn.Module:
     copies = twins(original)
     modes = {
         training: {copies[id(m)]: of_model[m] for m in original.modules()}
-        for training in (True, False)
-        for of_model in (modes_in(model, training),)
+        for training, of_model in ((mode, modes_in(model, mode)) for mode in (True, False))
     }
-    state = OpaqueState(path, modes)
     twin = copies[id(original)]
     cls: Any = type(original)
     twin.__class__ = _class_of(cls)
-    twin.__dict__["_pdcompile"] = state
+    twin.__dict__["_pdcompile"] = OpaqueState(path, modes)
     return twin
 
 
@@ -130,12 +127,14 @@ def _class_of(cls: Any) -> type[nn.Module]:
     })  # fmt: skip
 
 
-def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -> None:
-    """Puts twins of the model's modules in the places of a stage's opaque modules.
+def instance(cls: type[nn.Module], interface: StageInterface, model: nn.Module | None) -> nn.Module:
+    """A stage without memory, with twins of the model's modules as its opaque modules.
 
     Raises:
         SourceError: there is no model to take them from.
     """
+    with torch.device("meta"):
+        stage = cls()
     for path in interface.opaque:
         if model is None:
             raise SourceError(
@@ -149,6 +148,7 @@ def bind(stage: nn.Module, interface: StageInterface, model: nn.Module | None) -
         owner, _, name = path.rpartition(".")
         submodule_of(stage, owner)._modules[name] = twin
         twin.train(stage.training)
+    return stage
 
 
 def announce(stage: nn.Module, interface: StageInterface, around: Around) -> None:

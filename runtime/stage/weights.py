@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from pdcompile.compiled import Compiled
 from pdcompile.eager.gradients import GradientHook, gradient_hooks, memory_of
-from pdcompile.ir.opaque import bind
+from pdcompile.ir.opaque import instance
 from pdcompile.ir.stage_interface import StageInterface
 from pdcompile.runtime.stage.gradients import StageGradients
 from pdcompile.weights.source import Registered, registered, set_tensor
@@ -239,16 +238,6 @@ class StageWeights(StageGradients):
         for slot in self._slots.get(fqn, ()):
             slot.data.copy_(value)
         return fqn in self._slots
-
-
-def instance(
-    stage_class: type[nn.Module], interface: StageInterface, model: nn.Module | None
-) -> nn.Module:
-    """Build the stage without memory."""
-    with torch.device("meta"):
-        module = stage_class()
-    bind(module, interface, model)
-    return module
 
 
 def places(module: nn.Module, interface: StageInterface) -> dict[str, str]:
