@@ -128,11 +128,9 @@ def _cut(
         replace(given, **{name: getattr(own, name) for name in derived})
         for given, own in zip(plan.stages, made.stages, strict=True)
     )
-    uses = {one.fqn: one.uses for one in plan.tied}  # which earlier versions did not write
-    tied = [one if uses.get(one.fqn, True) else replace(one, uses=()) for one in made.tied]
     yield from _differences(plan.stages, stages, "stages")
     yield from _differences(plan.edges, made.edges, "edges")
-    yield from _differences(plan.tied, tuple(tied), "tied")
+    yield from _differences(plan.tied, made.tied, "tied")
     for part in other_prints(plan.fingerprint, ".".join(prints)):
         known = f"the plan was made for {PRINTS.get(part)}"
         unknown = f"{plan.fingerprint!r} is not a fingerprint"
