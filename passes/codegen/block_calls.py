@@ -38,11 +38,6 @@ class BlockCall:
 Item: TypeAlias = Op | BlockCall
 
 
-def below(path: str, ancestor: str) -> bool:
-    """True if `path` is `ancestor` or lies in it ("" is the root)."""
-    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
-
-
 def relative(path: str, ancestor: str) -> str:
     """`path` without the prefix `ancestor`."""
     return path if not ancestor else path[len(ancestor) + 1 :]

@@ -17,7 +17,6 @@ from pdcompile.passes.codegen import class_arguments
 from pdcompile.passes.codegen.block_calls import (
     BlockCall,
     CallTrees,
-    below,
     calls_below,
     ops_of,
     relative,
@@ -26,7 +25,7 @@ from pdcompile.passes.codegen.block_calls import (
 from pdcompile.passes.codegen.class_arguments import Change, Facts, Template
 from pdcompile.passes.form.module_tree import Node, ancestors, skeleton
 from pdcompile.passes.stages.held_tensors import all_tensors
-from pdcompile.passes.stages.naming import is_container, scope_of
+from pdcompile.passes.stages.naming import below, is_container, scope_of
 
 
 @dataclass(frozen=True, slots=True)

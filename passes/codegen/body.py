@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from pdcompile.ir.graph import CHECK, Affine, Op, OpGraph, Ref, walk, written_buffers
-from pdcompile.passes.codegen.block_calls import BlockCall, Pair, below, relative
+from pdcompile.passes.codegen.block_calls import BlockCall, Pair, relative
 from pdcompile.passes.codegen.block_classes import name_below
 from pdcompile.passes.codegen.header import FileContext, gathered
 from pdcompile.passes.codegen.pieces import (
@@ -39,7 +39,7 @@ from pdcompile.passes.form.expressions import (
 )
 from pdcompile.passes.form.lifetimes import Statement, draws, nameless, operands, spans
 from pdcompile.passes.form.module_tree import module_expression, tensor_expression
-from pdcompile.passes.stages.naming import identifier, is_container, scope_of
+from pdcompile.passes.stages.naming import below, identifier, is_container, scope_of
 
 
 @dataclass(slots=True)

@@ -53,6 +53,11 @@ def scope_of(op: Op) -> str:
     return op.module_path
 
 
+def below(path: str, ancestor: str) -> bool:
+    """True if `path` is `ancestor` or lies in it ("" is the root)."""
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+
+
 def is_container(class_name: str) -> bool:
     """True if the class only holds modules, so that a forward of its own says nothing."""
     return class_name in (
@@ -125,9 +130,7 @@ def _escaping(graph: OpGraph) -> set[str]:
         name
         for op in graph.ops
         for name in op.inputs
-        if name in scopes
-        and scopes[name]
-        and not f"{scopes[op.name]}.".startswith(f"{scopes[name]}.")
+        if name in scopes and scopes[name] and not below(scopes[op.name], scopes[name])
     }
     consumed = {name for op in graph.ops for name in op.inputs}
     return outside | (set(scopes) - consumed)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pdcompile.eager.snapshot import Alike, difference, identical, restore, snapshot
 from pdcompile.errors import TraceError
+from pdcompile.passes.stages.naming import below
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.opaque.opaque_modules import below
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.observer import source_of_class
 

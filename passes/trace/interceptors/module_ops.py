@@ -13,8 +13,8 @@ from torch import Tensor
 from pdcompile.eager.randomness import CallKey, is_random_module
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_among
+from pdcompile.passes.stages.naming import below
 from pdcompile.passes.trace import real_shapes, refusals
-from pdcompile.passes.trace.opaque.opaque_modules import below
 from pdcompile.passes.trace.opaque.probe import Made
 from pdcompile.passes.trace.tape.interceptor import Interceptor, Proceed
 from pdcompile.passes.trace.tape.observer import storage_key

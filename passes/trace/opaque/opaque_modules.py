@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from pdcompile.errors import TraceError, some
+from pdcompile.passes.stages.naming import below
 from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
 from pdcompile.passes.trace.refusals import NeverOpaque
 from pdcompile.passes.trace.subject import Subject
@@ -109,11 +110,6 @@ def parameter_share(modules: Iterable[nn.Module], model: nn.Module) -> float:
     total = {p: p.numel() for p in model.parameters()}
     held = {p for module in modules for p in module.parameters()}
     return sum(total[p] for p in held) / max(sum(total.values()), 1)
-
-
-def below(path: str, ancestor: str) -> bool:
-    """True if `path` is `ancestor` or a module inside it."""
-    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
 def _covered(path: str, paths: Iterable[str]) -> bool:
