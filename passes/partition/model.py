@@ -95,17 +95,12 @@ class Model:
     def num_stages(self) -> int:
         return len(self.problem.stages)
 
-    def in_flight(self, stage: int) -> int:
-        given = self.problem.in_flight
-        return given[stage] if given else 1
-
-    def saved(self, stage: int) -> int:
-        """Microbatches whose activations a stage holds."""
-        return self.problem.holding(stage).saved
-
     def fixed_bytes(self, group: int, stage: int) -> float:
         """Bytes of a group's own parameters on a stage, with gradients and optimizer state."""
-        return self.trainable_bytes[group] * self._times(stage) + self.frozen_bytes[group]
+        held = self.problem.holding(stage)
+        return (
+            self.trainable_bytes[group] * (held.versions + held.updated) + self.frozen_bytes[group]
+        )
 
     def held_bytes(self, copy: Copy, stage: int) -> int:
         """Bytes that a shared parameter takes on a stage that holds it."""
@@ -113,15 +108,7 @@ class Model:
 
     def updated_bytes(self, copy: Copy, stage: int) -> float:
         """Bytes that it takes besides on the stage that updates it."""
-        return copy.bytes * self._updated(stage) if copy.trainable else 0.0
-
-    def _times(self, stage: int) -> float:
-        """Bytes of a trainable parameter, with all that belongs to it, for each of its own."""
-        return self.problem.holding(stage).versions + self._updated(stage)
-
-    def _updated(self, stage: int) -> float:
-        held = self.problem.holding(stage)
-        return held.gradient_buffers + held.optimizer_factor
+        return copy.bytes * self.problem.holding(stage).updated if copy.trainable else 0.0
 
     def items_of(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The stage of every item, given that of every group."""

@@ -87,6 +87,11 @@ class Holding:
     returned: int = 0  # receive slots of each gradient
     readers: int = 1  # ranks that have its weights together
 
+    @property
+    def updated(self) -> float:
+        """Bytes beside weights, for each byte that the stage updates."""
+        return self.gradient_buffers + self.optimizer_factor
+
 
 # Parts of a certificate's scope, which "; " separates: "among all plans with ...".
 ANY_CUT = "cuts between any two ops"

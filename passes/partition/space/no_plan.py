@@ -205,7 +205,7 @@ def _alone(model: Model, group: int, stage: int) -> int:
         for copy in model.copies
         if group in copy.ends
     )
-    saved = model.saved(stage) * model.saved_bytes[group]
+    saved = model.problem.holding(stage).saved * model.saved_bytes[group]
     fixed = math.ceil(model.fixed_bytes(group, stage) + copies)
     return fixed + saved + model.workspace_bytes[group]
 
