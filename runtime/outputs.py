@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, OmittedOutput, concatenate, unflatten_output
 from pdcompile.batch.omitted_output import dropped
 from pdcompile.batch.step_result import LazyLoss, StepResult
 from pdcompile.hardware import devices
-from pdcompile.ir.graph import Affine, Attr, LeftOut, OpGraph, Ref, TorchLiteral, named_leaves
+from pdcompile.ir.execution import Lookup, materialise
+from pdcompile.ir.graph import Attr, LeftOut, OpGraph, Ref, named_leaves
 from pdcompile.ir.stage_interface import Port
-from pdcompile.ir.targets import from_literal
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.stage.compute import Feed, expected
 from pdcompile.runtime.transport.contract import Expected
@@ -104,17 +104,12 @@ def join(
     """
     placed, spec = list(named_leaves(graph.output)), graph.output_spec
     device = next((tensor.device for tensor in tensors.values()), devices.HOST)
+    own = {part.fqn: tensors[part.fqn].detach() for _, part in placed if isinstance(part, Attr)}
 
     def leaf(place: str, part: Any, values: Mapping[str, Tensor], size: int) -> Any:
-        if isinstance(part, Ref):
-            return values[part.name]
         if isinstance(part, LeftOut):
             return OmittedOutput(place)
-        if isinstance(part, Affine):
-            return part.at(size)
-        if isinstance(part, TorchLiteral):
-            return from_literal(part, device)
-        return tensors[part.fqn].detach() if isinstance(part, Attr) else part
+        return materialise(part, values, Lookup(nn.Module(), size, device, own))
 
     outputs = [
         # Nothing is there where the model returns no tensors of its own.
