@@ -26,6 +26,7 @@ from pdcompile.ir.graph import (
 )
 from pdcompile.ir.sparse_gradients import makes_sparse, trained_readers
 from pdcompile.passes.partition.lattice import components, neighbours, reachable
+from pdcompile.passes.stages.boundaries import has_gradient
 
 CONTAINER = "a container and what takes it apart"
 UNSENDABLE = "a value that cannot be sent"
@@ -219,21 +220,13 @@ def _join_without_gradient(graph: OpGraph, groups: Groups) -> None:
     }
     sure = set()
     for i, op in enumerate(graph.ops):
-        gives = any(_surely_returns(graph, name) for name in (op.name, *op.mutates))
+        gives = has_gradient(graph, (op.name, *op.mutates))
         for fqn in {*op.parameters, *op.attributes} & readers.keys():
             readers[fqn].append(i)
             if gives:
                 sure.add(fqn)
     for fqn in sorted(readers.keys() - sure):
         groups.join(readers[fqn], NO_GRADIENT)
-
-
-def _surely_returns(graph: OpGraph, name: str) -> bool:
-    """True if a gradient comes back to a value."""
-    value = graph.values.get(name)
-    if value is None or value.is_tensor:
-        return value is not None and value.needs_gradient
-    return any(_surely_returns(graph, reader) for reader in value.consumers)
 
 
 def _computed_for(graph: OpGraph, i: int, position: dict[str, int]) -> tuple[set[int], int | None]:

@@ -10,7 +10,7 @@ from the stage that makes it, however many stages lie between.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pdcompile.errors import PlanError
@@ -333,16 +333,14 @@ def _gradient_returns(
     """True if the loss depends on the value through an op on another stage than its own."""
     if value.name == graph.loss:
         return True  # made on an earlier stage: backward starts from it on the last one
+    readers = [name for name in value.consumers if stage_of[name] != stage_of[value.name]]
+    return any(has_gradient(graph, (name, *ops[name].mutates)) for name in readers)
 
-    def carries(name: str) -> bool:
-        made = graph.values.get(name)
-        if made is None or made.is_tensor:
-            return made is not None and made.needs_gradient
-        return any(carries(reader) for reader in made.consumers)  # what is taken out of it
 
+def has_gradient(graph: OpGraph, names: Iterable[str]) -> bool:
+    """True if a gradient comes back to one of these values, or to what is taken out of one."""
+    values = [graph.values[name] for name in names if name in graph.values]
     return any(
-        carries(written)
-        for reader in value.consumers
-        if stage_of[reader] != stage_of[value.name]
-        for written in (*ops[reader].outputs, *ops[reader].mutates)
+        one.needs_gradient if one.is_tensor else has_gradient(graph, one.consumers)
+        for one in values
     )
