@@ -97,7 +97,7 @@ def loss_only(graph: OpGraph) -> OpGraph:
     output = _returning(graph.output, lambda name: name in wanted)
     if output == graph.output:
         return graph
-    return _of(graph, prune(graph.ops, (output, Ref(graph.loss))), output)
+    return _of(graph, graph.ops, output)
 
 
 def given_by(
@@ -130,7 +130,7 @@ def given_by(
             made.add(op.name)
     kept = {ref.name for ref in walk(graph.output, Ref)} | made
     output = _returning(whole.output, lambda name: name in kept)
-    return _of(whole, prune(tuple(ops), (output, Ref(graph.loss or ""))), output)
+    return _of(whole, tuple(ops), output)
 
 
 def _returning(output: Argument, wanted: Callable[[str], bool]) -> Argument:
@@ -143,10 +143,9 @@ def _returning(output: Argument, wanted: Callable[[str], bool]) -> Argument:
 
 
 def _of(graph: OpGraph, ops: tuple[Op, ...], output: Argument) -> OpGraph:
-    """The graph with some of its ops, and with this output."""
-    made = {op.name for op in ops} | {given.name for given in graph.inputs}
-    values = {name: value for name, value in graph.values.items() if name in made}
-    return replace(graph, ops=ops, values=with_consumers(ops, values), output=output)
+    """The graph with this output, and those of these ops that it, the loss or an effect needs."""
+    ops = prune(ops, (output, Ref(graph.loss or "")))
+    return replace(graph, ops=ops, values=with_consumers(ops, graph.values), output=output)
 
 
 def note_on_left_out(training: Training, given: OpGraph) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,10 +29,7 @@ def assemble(recordings: Sequence[Recording], sizes: tuple[int, ...], *, trainin
     tensors = merge.any([tuple(g.tensors.items()) for g in graphs], "the tensors of the model")
     ops = prune(ops, (output, None if loss is None else Ref(loss)))
     ops = ops if training else _with_autograd(ops)
-    kept = {op.name for op in ops} | {entry.name for entry in first.inputs}
-    values = {name: value for name, value in values.items() if name in kept}
-    values = with_consumers(ops, values)
-    values = with_gradients(ops, values, loss, output)
+    values = with_gradients(ops, with_consumers(ops, values), loss, output)
     regions = recordings[0].regions if training else ()
     notes = (*_notes(ops), *summed_apart(ops, regions, dict(tensors)))
     return replace(
@@ -97,13 +94,15 @@ def without_gradients(graph: OpGraph) -> OpGraph:
     return replace(graph, tensors=tensors, values=values)
 
 
-def with_consumers(ops: tuple[Op, ...], values: dict[str, Value]) -> dict[str, Value]:
-    """The values with the names of the ops that read them, in order."""
-    readers: dict[str, list[str]] = {name: [] for name in values}
+def with_consumers(ops: tuple[Op, ...], values: Mapping[str, Value]) -> dict[str, Value]:
+    """The values that the ops make and the graph's inputs, with the names of the ops that read
+    them, in order."""
+    made = {None, *(op.name for op in ops)}
+    readers = {name: list[str]() for name, value in values.items() if value.producer in made}
     for op in ops:
         for name in op.inputs:
             readers[name].append(op.name)
-    return {name: replace(value, consumers=tuple(readers[name])) for name, value in values.items()}
+    return {name: replace(values[name], consumers=tuple(own)) for name, own in readers.items()}
 
 
 def prune(ops: tuple[Op, ...], roots: Argument) -> tuple[Op, ...]:

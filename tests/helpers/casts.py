@@ -37,11 +37,10 @@ def _without(graph: OpGraph) -> OpGraph:
         for op in graph.ops
         if op.name not in same
     )
-    values = {name: value for name, value in graph.values.items() if name not in same}
     return replace(
         graph,
         ops=ops,
-        values=with_consumers(ops, values),
+        values=with_consumers(ops, graph.values),
         output=rewritten(graph.output, change),
         loss=None if graph.loss is None else same.get(graph.loss, graph.loss),
     )
