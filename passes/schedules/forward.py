@@ -21,10 +21,8 @@ from pdcompile.schedule.registry import StageWork, Task
 
 
 def order(stages: Sequence[StageWork]) -> Iterator[Task]:
-    """The tasks of one rank in one call; STEP, where its minibatch ends, is in no program."""
+    """The tasks of one rank in one call."""
     for microbatch in sorted({one for own in stages for one in own.microbatches}):
         for own in stages:
             if microbatch in own.microbatches:
                 yield Task(own.stage, Action.FORWARD, 0, microbatch)
-    for own in stages:
-        yield Task(own.stage, Action.STEP, 0, -1)

@@ -28,5 +28,3 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
     for own in reversed(stages):
         for microbatch in own.microbatches:
             yield Task(own.stage, Action.BACKWARD, 0, microbatch)
-    for own in stages:
-        yield Task(own.stage, Action.STEP, 0, -1)

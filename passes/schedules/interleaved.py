@@ -50,8 +50,6 @@ def order(stages: Sequence[StageWork], extra: int = 0) -> Iterator[Task]:
                 own, n = listed[place]
                 if n < len(own.microbatches):
                     yield Task(own.stage, action, 0, own.microbatches[n])
-    for own in stages:
-        yield Task(own.stage, Action.STEP, 0, -1)
 
 
 def _rounds(stages: Sequence[StageWork], ranks: int) -> list[tuple[StageWork, int]]:

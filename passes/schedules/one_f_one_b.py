@@ -26,4 +26,3 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
         for forward in own.forwards(count):
             yield Task(own.stage, Action.FORWARD, 0, forward)
         yield Task(own.stage, Action.BACKWARD, 0, microbatch)
-    yield Task(own.stage, Action.STEP, 0, -1)

@@ -36,11 +36,8 @@ from pdcompile.schedule.registry import StageWork, Task
 
 def order(stages: Sequence[StageWork]) -> Iterator[Task]:
     """The tasks of one rank in one call."""
-    late = {own.stage: own.late and own.lag > 0 for own in stages}
-    due = [(t, own.stage) for own in stages for t in own.unstepped if own.flush or t < -own.lag]
+    late = [(t, own) for own in stages if own.late for t in own.unstepped]
+    due = [(t, own.stage) for t, own in late if own.flush or t < -own.lag]
     for minibatch, stage in sorted(due):  # all stages make one before any makes the next
-        if late[stage]:
-            yield Task(stage, Action.STEP, minibatch, -1)
-    for task in interleaved.order(stages):
-        if task.action is not Action.STEP or not (late[task.stage] or stages[0].flush):
-            yield task
+        yield Task(stage, Action.STEP, minibatch, -1)
+    yield from interleaved.order(stages)

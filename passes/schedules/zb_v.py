@@ -58,8 +58,6 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
         if waited_for and tasks[-2][:2] == (stages[BACK].stage, WEIGHT):
             tasks[-2:] = tasks[:-3:-1]  # the ranks before wait for what the last one turns around
     yield from tasks
-    for own in stages:
-        yield Task(own.stage, Action.STEP, 0, -1)
 
 
 def _turns(rank: int, ranks: int, count: int) -> list[Turn]:

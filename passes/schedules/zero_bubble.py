@@ -35,4 +35,3 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
             yield Task(own.stage, Action.BACKWARD_WEIGHT, 0, microbatches[count - own.delay])
     for microbatch in microbatches[max(0, len(microbatches) - own.delay) :]:
         yield Task(own.stage, Action.BACKWARD_WEIGHT, 0, microbatch)
-    yield Task(own.stage, Action.STEP, 0, -1)

@@ -103,7 +103,8 @@ class ScheduleKind:
         update: what it promises about updates: a sentence without its subject.
         source: the paper.
         module: where the pure generator `order` is: it yields the tasks of one rank in one call,
-            given the work of the rank's stages in ascending order.
+            given the work of the rank's stages in ascending order.  Where all backwards of a call
+            are in it, the update after them is added, unless it is put off.
         written: the tasks, where somebody wrote them down: stages, ranks and microbatches follow
             from it, and what is in flight is counted.
         in_torch: what torch.distributed.pipelining calls it; empty: it has none like that.
@@ -220,9 +221,13 @@ class ScheduleKind:
     def order(self, stages: Sequence[StageWork]) -> Iterator[Task]:
         """The tasks of one rank in one call; its module is loaded on use."""
         if self.written is not None:
-            return _as_written(self.written, stages)
-        generator: Order = import_module(self.module).order
-        return generator(stages, self.extra) if self.extra else generator(stages)
+            yield from _as_written(self.written, stages)
+        else:
+            generator: Order = import_module(self.module).order
+            yield from generator(stages, self.extra) if self.extra else generator(stages)
+        for own in stages if self.drains else ():
+            if not (own.flush or (own.late and own.lag)):
+                yield Task(own.stage, Action.STEP, 0, -1)
 
     @property
     def backwards(self) -> tuple[Action, ...]:
@@ -437,8 +442,6 @@ def _as_written(written: Written, stages: Sequence[StageWork]) -> Iterator[Task]
     for stage, action, microbatch in written.rows[written.placement[stages[0].stage]]:
         if microbatch in here.get(stage, ()):
             yield Task(stage, action, 0, microbatch)
-    for own in stages:
-        yield Task(own.stage, Action.STEP, 0, -1)
 
 
 def names(where: Callable[[ScheduleKind], bool]) -> tuple[str, ...]:

@@ -23,4 +23,3 @@ def order(stages: Sequence[StageWork]) -> Iterator[Task]:
         for action in (Action.FORWARD, Action.BACKWARD):
             for microbatch in pair:
                 yield Task(own.stage, action, 0, microbatch)
-    yield Task(own.stage, Action.STEP, 0, -1)
