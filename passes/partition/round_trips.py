@@ -7,8 +7,8 @@ busiest stage: with λ seconds a microbatch, busy seconds w and messages h,
 
     E_s = w_s − λ + max(0, h_s + E_{s+1} + λ (1 − d_s + d_{s+1})) ≤ 0
 
-says that no trip from s on takes too long (as in the largest sum of numbers in a row).  Less of E is
-never worse, so a dynamic program over ideals finds the chain with the least E, and bisection the
+says that no trip from s on takes too long (as in the largest sum of numbers in a row).  Less of E
+is never worse, so a dynamic program over ideals finds the chain with the least E, and bisection the
 least λ for which there is one.  It is no bound: how a minibatch begins and ends is an estimate.
 """
 
@@ -24,6 +24,8 @@ import numpy as np
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chains import Chains, Key, Piece, groups_of, straight_chains
 from pdcompile.passes.partition.segments import ALL, Coefficients, Matrix, Segments
+from pdcompile.plan.evaluate import Deployment
+from pdcompile.plan.makespan import warmup_of
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.schedule.registry import ScheduleKind, kind_of
 
@@ -36,8 +38,8 @@ class Turn:
     """Seconds of a stage J∖I in a chain, as [I, J].
 
     `step`: of the objective, at least; `busy`: of a microbatch; `messages`: of those to later
-    stages and back.  `fewer`: microbatches in flight here and not in the next stage; `waits`: False
-    where all of them are in flight at once; `due`: its part of λ.
+    stages and back, also by J alone.  `fewer`: microbatches in flight here and not in the next
+    stage; `waits`: False where all of them are in flight at once; `due`: its part of λ.
     """
 
     step: Matrix
@@ -58,6 +60,7 @@ class Trips:
 
     segments: Segments
     kind: ScheduleKind
+    flush: bool
     m: int
     speed: float
     far: bool = True
@@ -68,7 +71,7 @@ class Trips:
         segments, r = self.segments, on.option.replicas
         busy, load = segments.compute(on), segments.load(on)
         forth, back = segments.crossing(on.out) if self.far else segments.leaving(on.out)
-        if self.kind.stream:
+        if not self.flush:
             return Turn(load, busy / r, (forth + back) / r, fewer)
         # Of what is in flight at the beginning and at the end only the longer half counts.
         own, forward = self.m / r - 1, segments.forward / on.speed
@@ -83,7 +86,7 @@ class Trips:
 
     def per_microbatch(self, seconds: float) -> float:
         """λ where the objective takes so many seconds: beside one microbatch on its own."""
-        if self.kind.stream:
+        if not self.flush:
             return seconds
         first = self.kind.halves(1.0)[0]
         alone = self.segments.forward[0, -1] + first * self.segments.backward[0, -1]
@@ -145,34 +148,37 @@ def likely_chain(
 
 def likely_groups(
     segments: Segments,
+    on: Deployment,
     shares: Sequence[float] = (),
     *,
     far: bool = True,
     budget: Budget | None = None,
 ) -> tuple[int, ...] | None:
-    """The stage of each group in the likely chain of a problem of one rank a stage.
+    """The stage of each group in the likely chain of stages on such ranks.
 
-    `shares`: of all work, of each stage; empty: as a minibatch's begin and end suggest.
+    Args:
+        shares: of all work, of each stage; empty: as a minibatch's begin and end suggest.
+        far: see `Trips`.
 
     Raises:
         OutOfTimeError: the budget ended first.
     """
-    problem, count = segments.model.problem, segments.model.num_stages
-    m, kind = problem.num_microbatches, kind_of(problem.memory.schedule)
-    trips = Trips(segments, kind, m, max(stage.speed for stage in problem.stages), far)
-    depths = [segments.model.in_flight(s) for s in range(count)]
-    if not kind.stream:
-        depths = [min(depth, m) for depth in depths]
+    count, m = len(on.ranks), on.num_microbatches
+    every, depths = Coefficients.of(on, range(count)), warmup_of(on.in_flight, count, m)
+    trips = Trips(segments, kind_of(on.schedule), on.flush, m, max(on.speeds), far)
 
     def turn_of(key: Key, _: StageDeployment) -> Turn:
         s = count - key[1]
-        on, fewer = segments.stages[s], depths[s] - depths[s + 1] if s + 1 < count else 1
-        turn = trips.turn(on, depths[s] - 1, fewer)
+        stage, fewer = every[s], depths[s] - depths[s + 1] if s + 1 < count else 1
+        turn = trips.turn(stage, depths[s], fewer)
         if not shares:
             return turn
-        due = max(float(shares[s]), 1e-9)
-        return replace(turn, step=segments.load(on) / due, busy=segments.compute(on), due=due)
+        busy, due = segments.compute(stage) / stage.option.replicas, max(shares[s], 1e-9)
+        return replace(turn, step=segments.load(stage) / due, busy=busy, due=due)
 
-    chains = straight_chains(segments, lambda _: np.zeros((1, 1)), budget=budget, keep=True)
+    def fitting(stage: int) -> Matrix:
+        return np.where(segments.fits(every[stage]), np.zeros((1, 1)), np.inf)
+
+    chains = straight_chains(segments, fitting, count, budget, keep=True)
     found = likely_chain(chains, turn_of, float if shares else trips.per_microbatch)
     return None if found is None else groups_of(segments, found)

@@ -24,7 +24,7 @@ from pdcompile.passes.partition.model import (
 from pdcompile.passes.partition.round_trips import likely_groups
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
-from pdcompile.plan.evaluate import measure, path_of, violations
+from pdcompile.plan.evaluate import Deployment, measure, path_of, violations
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
 
@@ -204,11 +204,12 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         # Differences of sums lose digits relative to the total, not to the difference.
         total = sum(model.forward) + sum(model.backward)
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
+    on = Deployment.straight(search.problem)
     shares = () if search.cut is None else tuple(search.cut.shares.tolist())
     for due, far in dict.fromkeys([((), True), (shares, True), (shares, False)]):
         if search.late and len(segments.ideals) > FIRST:
             return
-        if likely := likely_groups(segments, due, far=far, budget=budget):
+        if likely := likely_groups(segments, on, due, far=far, budget=budget):
             search.offer(likely, segments.model)
 
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from pdcompile.cluster import Link, ring_seconds
 from pdcompile.passes.partition.model import Model
-from pdcompile.plan.evaluate import Deployment, Holding
-from pdcompile.problem import StageLimits
+from pdcompile.plan.evaluate import Deployment
+from pdcompile.problem import Holding, StageLimits
 from pdcompile.problem.deployment import StageDeployment
 
 Matrix = NDArray[np.float64]

@@ -19,8 +19,7 @@ from functools import cache, cached_property
 from pdcompile.cluster import Link, slowest
 from pdcompile.plan.makespan import Path, warmup_of
 from pdcompile.plan.times import Message, PipelineTimes, messages_of
-from pdcompile.problem import Holding as Holding
-from pdcompile.problem import Partition, PartitionProblem
+from pdcompile.problem import Holding, Partition, PartitionProblem
 from pdcompile.schedule.fetches import fetches_of
 from pdcompile.schedule.turns import Pattern
 

@@ -192,14 +192,13 @@ class Pipelines:
 
     def quickest(self) -> Candidate | None:
         """The candidate that likely is the fastest, if there is one that breaks nothing."""
-        matrices, m = self.matrices, self.setting.num_microbatches
-        trips = Trips(self.segments, kind_of(self.setting.schedule), m, self.seats.fastest)
-        ranks = len(self.seats.ranks)
+        matrices, kind = self.matrices, kind_of(self.setting.schedule)
+        ranks, m = len(self.seats.ranks), self.setting.num_microbatches
+        trips = Trips(self.segments, kind, not kind.stream, m, self.seats.fastest)
 
         def turn_of(key: Key, option: StageDeployment) -> Turn:
             p, r = ranks - key[1], option.replicas
-            depth = matrices.depth(p, r)
-            last = p + 2 * r > ranks
+            depth, last = matrices.depth(p, r), p + 2 * r > ranks
             fewer = 1 if last else depth - matrices.depth(p + r, r)
             return trips.turn(matrices.on(p, option), depth, fewer)
 
