@@ -20,7 +20,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
 from pdcompile.plan.evaluate import Evaluation, path_of
 from pdcompile.plan.makespan import Path, order_of, warmup_of
-from pdcompile.plan.times import PipelineTimes
+from pdcompile.plan.times import SECONDS, PipelineTimes
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
 from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.space import Setting
@@ -66,7 +66,7 @@ def test_deeper_warmup_hides_transfers() -> None:
 
 def test_half_duplex_shares_the_link() -> None:
     timing = PipelineTimes.of_hops((1.0, 1.0), (1.0, 1.0), {(0, 1): 5.0}, {(1, 0): 5.0})
-    half = replace(timing, half_duplex=[True, True])
+    half = replace(timing, link=lambda _, __: replace(SECONDS, full_duplex=False))
     assert half.makespan((1, 0), 4) > timing.makespan((1, 0), 4)
 
 

@@ -15,6 +15,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules import warmup
+from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.space import Setting
@@ -70,6 +71,16 @@ def test_on_random_graphs(
     check_plan(plan, graph, cluster)
     check_derived(plan, graph, cluster)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_half_duplex_level_is_shared_by_its_own_pairs_alone(schedule: str) -> None:
+    """Its neighbours inside a host carry both directions at once, as the simulator has it."""
+    levels = Level("host", 2, 10.0), Level("network", 2, 100.0, full_duplex=False)
+    cluster = Cluster((Device(),) * 4, levels)
+    plan = planned(chain(8), cluster, schedule)
+    objective = plan.certificate.objective_seconds
+    assert objective == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-6)
 
 
 def tampered(path: str, value: Any) -> Plan:

@@ -71,7 +71,8 @@ class Loads:
             if into or back_out:
                 literal = self.received(e, stage)
                 sent, received = sent + back_out * literal, received + into * literal
-        parts = [sent, received] if link.full_duplex else [sent + received]
+        full = link.full_duplex and before.full_duplex
+        parts = [sent, received] if full else [sent + received]
         return [part for part in parts if not isinstance(part, int)]
 
     def limit_memory(self) -> None:

@@ -190,12 +190,14 @@ def _seconds_of(plan: Plan, cluster: Cluster, returning: Sequence[str]) -> float
     in_flight = list(map(kind.in_flight, depths, shares))
     if plan.patterned:  # depths of which no replica has as many microbatches count too
         in_flight = [depth + 1 for depth in depths]
+    if kind.drains:  # at least, where directions share a link
+        free = tuple(replace(level, full_duplex=True) for level in cluster.levels)
+        cluster = replace(cluster, levels=free)
     times = times_of(plan, cluster, returning)
     if all(stage.replicas == 1 for stage in plan.stages):
         times = replace(times, clips=False)  # the planner leaves out what all straight plans take
     if not kind.drains:
         return times.period(in_flight, m)
-    times = replace(times, half_duplex=(False,) * len(plan.stages))  # at least, where it is not
     try:
         return times.makespan([n - 1 for n in in_flight], m)
     except ValueError as error:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import pairwise
 
 from pdcompile.cluster import Link, slowest
 from pdcompile.plan.makespan import Path, warmup_of
@@ -62,7 +63,7 @@ class Deployment:
             [(s,) for s in range(len(stages))],
             [stage.speed for stage in stages],
             [stage.memory_bytes for stage in stages],
-            [not stage.full_duplex for stage in stages],
+            [not (a.full_duplex and b.full_duplex) for a, b in pairwise((*stages[:1], *stages))],
             problem.in_flight,
             problem.objective == "flush",
             problem.schedule,

@@ -259,8 +259,7 @@ class PipelineTimes:
             for hop, listed in of_hop.items():
                 wires = {}
                 for pair in listed[0]:
-                    half = any(self.half_duplex)
-                    half = half and (self.straight or not self.link(*pair).full_duplex)
+                    half = not self.link(*pair).full_duplex
                     shared = not fixed and (half or walk.shares(*hop))
                     ends = (min(pair), max(pair)) if half else pair
                     each = tuple(one[pair] for one in listed)

@@ -62,7 +62,7 @@ class StageLimits:
     speed: float = 1.0
     memory_bytes: int | None = None
     bytes_per_second: float = float("inf")  # of the link to the next position
-    full_duplex: bool = True
+    full_duplex: bool = True  # that link
     latency_seconds: float = 0.0  # of each message on the link to the next position
 
 

@@ -79,14 +79,14 @@ def stage_limits(cluster: Cluster, ranks: Sequence[int]) -> tuple[StageLimits, .
     links = [cluster.level_between(a, b) for a, b in pairwise(ranks)]
     links = links + links[-1:] or [cluster.levels[0]]
     limits = []
-    for s, (rank, link) in enumerate(zip(ranks, links, strict=True)):
+    for rank, link in zip(ranks, links, strict=True):
         device = cluster.devices[rank]
         limits.append(
             StageLimits(
                 speed=device.speed,
                 memory_bytes=device.memory_bytes,
                 bytes_per_second=link.bytes_per_second,
-                full_duplex=link.full_duplex and links[max(s - 1, 0)].full_duplex,
+                full_duplex=link.full_duplex,
                 latency_seconds=link.latency_seconds,
             )
         )

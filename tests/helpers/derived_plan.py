@@ -346,12 +346,15 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
 def _seconds_of(plan: Plan, cluster: Cluster, returning: list[str]) -> float:
     """Seconds of a minibatch with a flush; without, those per microbatch, at least."""
     m, in_flight = plan.training.num_microbatches, _in_flight(plan)
+    stream = kind_of(plan.training.schedule).stream
+    if not stream:  # at least, where directions share a link
+        free = tuple(replace(level, full_duplex=True) for level in cluster.levels)
+        cluster = replace(cluster, levels=free)
     times = times_of(plan, cluster, returning)
     if not _replicated(plan):
         times = replace(times, clips=False)  # the planner leaves out what all straight plans take
-    if kind_of(plan.training.schedule).stream:
+    if stream:
         return times.period(in_flight, m)
-    times = replace(times, half_duplex=(False,) * len(plan.stages))  # at least, where it is not
     try:
         return times.makespan([n - 1 for n in in_flight], m)
     except ValueError as error:
