@@ -29,8 +29,9 @@ from pdcompile.passes.costs.machines import relative
 from pdcompile.passes.partition.space.candidates import describe
 from pdcompile.passes.parts.prices import note_on_exchange, priced
 from pdcompile.passes.planning.border_cuts import TOLERANCE
-from pdcompile.passes.planning.branch_and_bound import best_plan
+from pdcompile.passes.planning.branch_and_bound import BRIEF, best_plan
 from pdcompile.passes.planning.by_speed import with_turns
+from pdcompile.passes.planning.memory_limits import advised_of_devices
 from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.refine import refine
@@ -246,13 +247,22 @@ class Planner:
         start: Candidate | None = None,
     ) -> Plan:
         options, tolerance = self.options, self.options.cut_tolerance
-        plan = best_plan(
-            graphs.__getitem__, problem_at, self.cluster, self.space, self.training,
-            time_limit=options.time_limit,
-            tolerance=TOLERANCE if tolerance is None else tolerance,
-            seed=self.training.seed, listener=self.listener, elsewhere=elsewhere,
-            sketch=sketch, start=start,
+        search = partial(
+            best_plan, graphs.__getitem__, problem_at, space=self.space, training=self.training,
+            seed=self.training.seed,
         )  # fmt: skip
+        try:
+            plan = search(
+                self.cluster, time_limit=options.time_limit, listener=self.listener,
+                tolerance=TOLERANCE if tolerance is None else tolerance, elsewhere=elsewhere,
+                sketch=sketch, start=start,
+            )  # fmt: skip
+        except InfeasibleError as error:
+            if sketch or elsewhere < inf or self.space.cut_alone:
+                raise
+            self.listener.told("looking for the memory that is enough")
+            brief = partial(search, time_limit=BRIEF)
+            raise advised_of_devices(error, self.cluster, brief) from error.__cause__
         least = _work(graphs) / sum(device.speed for device in self.cluster.devices)
         plan = with_turns(plan, least / plan.training.scale)
         if self._by_rule:

@@ -32,7 +32,6 @@ from pdcompile.passes.partition.search import EQUAL
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
 from pdcompile.passes.partition.space.no_plan import (
     RECOMPUTATION,
-    least_share,
     no_plan,
     too_large,
 )
@@ -65,6 +64,7 @@ MAX_MOVES = 200  # of single groups, in the end
 GAIN = 1e-3  # relative, of a move whose plan takes long to make
 LITTLE = 1.0  # seconds, in which a plan may always be made
 WORTH = 0.03  # of a step: then one is made even if time is over
+BRIEF = 1.0  # seconds of a search for what would help
 PREFERRING, LONGEST = 0.15, 4.0  # of the time, at most so many seconds, for `border_cuts`
 PROVER = "branch and bound, dynamic program over ideals x replicas"
 ALONG = "dynamic program over ranks, along a path"
@@ -363,11 +363,13 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
     try:
         return replace(within_ledgers(problem, planned), problem=problem)
     except InfeasibleError as error:
-        space, training = search.space, search.training
-        again = replace(space, recompute=(False, True))
-        helps = training.kind.trains and limited(search.cluster)  # a cut alone keeps activations
-        if not helps or least_share(search.prepared, search.cluster, again, training)[0] > 1:
-            raise
+        if not (search.training.kind.trains and limited(search.cluster)):
+            raise  # else a cut alone keeps activations
+        own = search.cluster, replace(search.space, recompute=(False, True)), search.training
+        try:
+            best_plan(search.graph_at, search.problem_at, *own, time_limit=BRIEF)
+        except InfeasibleError:
+            raise error from error.__cause__
         remedy = f"{error.remedy}; or allow {RECOMPUTATION}"
         raise type(error)(error.message, where=error.where, remedy=remedy) from error.__cause__
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from pdcompile.cluster import Cluster
 from pdcompile.errors import InfeasibleError, NotFoundError
 from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.partition.budget import Budget
@@ -53,38 +54,50 @@ def within_ledgers(problem: PartitionProblem, solve: Solve) -> Plan:
             return plan
         return replace(plan, certificate=_scoped(plan.certificate, SCOPE))
     except InfeasibleError as error:
-        raise _advised(error, problem, solve) from error.__cause__
+        sizes = {s: one.memory_bytes for s, one in enumerate(problem.stages)}
+        limits = {s: size for s, size in sizes.items() if size is not None}
+        if not limits:
+            raise
+
+        def held(limit: int | None) -> int | None:
+            changed = problem.with_memory(dict.fromkeys(limits, limit))
+            plan, found = _planned_within(changed, solve)
+            if plan.forecast is None or excess(changed, plan):
+                return None
+            ledgers = plan.forecast.ledgers
+            each = [ledgers[rank].total_bytes for stage in plan.stages for rank in stage.ranks]
+            return max(*each, *found.memory_bytes)
+
+        raise advised(error, min(limits.values()), held, "stage") from error.__cause__
 
 
-def _advised(error: InfeasibleError, problem: PartitionProblem, solve: Solve) -> InfeasibleError:
-    """The refusal, with the least limit for which a plan was found, as ``20.9 MB`` on every limited
-    stage, as its remedy; as it is where memory is not what is missing."""
-    sizes = {s: one.memory_bytes for s, one in enumerate(problem.stages)}
-    limits = {s: size for s, size in sizes.items() if size is not None}
+def advised(
+    error: InfeasibleError, low: int, held: Callable[[int | None], int | None], place: str
+) -> InfeasibleError:
+    """The refusal, with the least limit for which a plan was found, as ``20.9 MB`` on every
+    `place`, as its remedy; as it is where memory is not what is missing.
+
+    Args:
+        low: bytes with which there is none.
+        held: bytes that a rank holds at most by the plan under a limit, None where there is none
+            with a ledger; raises InfeasibleError.
+    """
     budget, least = Budget(SECONDS), 0  # bytes with which there is none by the planner's formula
 
     def needed(limit: int | None) -> int | None:
-        """Bytes that a rank of the plan under a limit holds at most, by its ledger and by the
-        formula; None where there is none that keeps it, or it has no ledger."""
         nonlocal least
-        changed = problem.with_memory(dict.fromkeys(limits, limit))
         try:
-            plan, found = _planned_within(changed, solve)
+            return held(limit)
         except NotFoundError:
             return None
         except InfeasibleError:
             least = max(least, limit or 0)
             return None
-        if plan.forecast is None or excess(changed, plan):
-            return None
-        ledgers = plan.forecast.ledgers
-        held = [ledgers[rank].total_bytes for stage in plan.stages for rank in stage.ranks]
-        return max(*held, *found.memory_bytes)
 
-    most = needed(None) if limits else None
+    most = needed(None)
     if most is None:
         return error
-    low, (high, text) = min(limits.values()), three_digits(most)
+    high, text = three_digits(most)
     if needed(high) is None:
         return error
     for _ in range(ATTEMPTS):
@@ -96,10 +109,24 @@ def _advised(error: InfeasibleError, problem: PartitionProblem, solve: Solve) ->
         else:
             high, text = limit, shown
     known = f" ({format_bytes(least)} is not, unless {OTHER_WAYS} change)" if least else ""
-    remedy = ", or ".join(
-        [f"{text} of memory on every stage, which is enough{known}", *error.others]
+    remedy = "; or ".join(
+        [f"{text} of memory on every {place}, which is enough{known}", *error.others]
     )
     return type(error)(error.message, where=error.where, remedy=remedy)
+
+
+def advised_of_devices(
+    error: InfeasibleError, cluster: Cluster, search: Callable[[Cluster], Plan]
+) -> InfeasibleError:
+    """The same of a search on a cluster, by short searches on one whose limits are others."""
+    known = [size for one in cluster.devices if (size := one.memory_bytes) is not None]
+
+    def held(limit: int | None) -> int | None:
+        devices = [replace(one, memory_bytes=one.memory_bytes and limit) for one in cluster.devices]
+        forecast = search(replace(cluster, devices=tuple(devices))).forecast
+        return max(ledger.total_bytes for ledger in forecast.ledgers) if forecast else None
+
+    return advised(error, max(known), held, "device") if known else error
 
 
 def _planned_within(problem: PartitionProblem, solve: Solve) -> tuple[Plan, Partition]:
@@ -158,7 +185,8 @@ def _over_ledgers(problem: PartitionProblem, plan: Plan, over: dict[int, int]) -
         "no plan was found that fits, and it is not proved that there is none: weights, gradients, "
         f"optimizer state and activations fit into the {format_bytes(limit or 0)} of stage "
         f"{stage}, and what its schedule holds beside them for a moment (receive slots, sends in "
-        f"flight, temporaries of the optimizer's step) is {format_bytes(over[stage])} too much",
+        "flight, what backwards and the optimizer's step work with) is "
+        f"{format_bytes(over[stage])} too much",
         where=f"stage {stage}",
         remedy=f"add {format_bytes(over[stage])} of memory on stage {stage}",
     )

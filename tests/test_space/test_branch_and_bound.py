@@ -17,6 +17,7 @@ from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
 from pdcompile.passes.planning.branch_and_bound import best_plan
+from pdcompile.passes.planning.memory_limits import advised_of_devices
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.search.trials import Sketched
 from pdcompile.passes.simulate import simulate
@@ -25,6 +26,7 @@ from pdcompile.plan.times import times_of
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Pin
 from pdcompile.problem.space import SearchSpace, Setting
+from pdcompile.units import parse_bytes
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import planned
 from tests.helpers.spaces import every_candidate, seconds_of
@@ -254,9 +256,29 @@ def test_memory_chooses_recomputation_and_names_what_lacks() -> None:
             found.add(sum(stage.recompute for stage in plan.stages))
     assert max(found) > 0
     tiny = cluster_of(*(Device("cpu", most // 10),) * 2)
-    with pytest.raises(InfeasibleError, match="times that") as caught:
+    with pytest.raises(InfeasibleError, match="are the least by the planner's formula") as caught:
         explored(graph, tiny, space)
-    assert "raise memory to" in (caught.value.remedy or "")
+    assert "memory of more than" in (caught.value.remedy or "")
+
+
+def test_the_memory_that_is_enough_is_named_and_a_little_less_is_not() -> None:
+    """By searches with other limits: the number leads to a plan, and 5 % less to none."""
+    graph = chain(6)
+    space = SearchSpace("any", (False, True), ("1f1b", "gpipe"), (8,))
+
+    def search(cluster: Cluster) -> Plan:
+        return explored(graph, cluster, space)
+
+    tiny = cluster_of(*(Device("cpu", 100),) * 2)
+    with pytest.raises(InfeasibleError) as caught:
+        search(tiny)
+    advice = str(advised_of_devices(caught.value, tiny, search).remedy)
+    assert "of memory on every device, which is enough" in advice
+    assert "or add devices" in advice
+    enough = parse_bytes(advice.partition(" of memory")[0])
+    assert search(cluster_of(*(Device("cpu", enough),) * 2)).stages
+    with pytest.raises(InfeasibleError):
+        search(cluster_of(*(Device("cpu", enough * 95 // 100),) * 2))
 
 
 def test_constraints() -> None:
@@ -312,5 +334,5 @@ def test_a_remedy_is_offered_only_where_less_memory_is_needed() -> None:
         space = SearchSpace("1", (True,), **given)
         with pytest.raises(InfeasibleError) as caught:
             explored(graph, Cluster.local(2, memory=least), space)
-        assert "raise memory to at least" in str(caught.value.remedy)
+        assert "memory of more than" in str(caught.value.remedy)
         assert "replicas" not in str(caught.value.remedy)

@@ -32,7 +32,7 @@ from pdcompile.problem.constraints import smallest_conflict
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
-from pdcompile.units import format_bytes
+from pdcompile.units import format_bytes, three_digits
 
 EXPLAIN_SECONDS = 5.0
 LESS = 0.99  # of the memory: worth being told
@@ -278,7 +278,7 @@ def no_plan(
         or least_share(problems, cluster, wider, training)[0] < LESS * share
     ]  # fmt: skip
     more += ["a schedule with one stage a rank"] * several
-    others = f", or allow {' or '.join(more)}" if more else ""
+    others = tuple(f"allow {text}" for text in more)
     if (proved and share == math.inf) or (not short and (several or not unproved)):
         wanted = "any number of" if space.stages is None else str(space.stages)
         fewer = "" if space.stages is None else "ask for fewer stages, or "
@@ -290,31 +290,33 @@ def no_plan(
         )
     # Two stages of a rank may suit its memory where no single one does.
     most = Seats(cluster, ()).largest
+    error = InfeasibleError
+    message = "no plan of the space fits once messages and updates are counted"
+    memory, others = "more memory", ("add devices", *others)
     if proved and most is not None and share > 1 and not space.sharing:
-        return InfeasibleError(
+        needed = three_digits(math.ceil(most * share))[1]
+        message = (
             f"no plan of the space fits: the largest device has {format_bytes(most)} of memory, "
-            f"and the least that any plan needs is {share:.3g} times that ({what})",
-            where="memory",
-            remedy=f"raise memory to at least {format_bytes(math.ceil(most * share))}"
-            + (f", add devices{others}" if others else " or add devices"),
+            f"and {needed} are the least by the planner's formula ({what})"
         )
-    if unproved:
+        memory = f"memory of more than {needed}"
+    elif unproved:
         searched = "the space"
         if space.stages is not None:
             searched = f"{space.stages} stages on {len(cluster.devices)} ranks"
-        return NotFoundError(
+        error, others = NotFoundError, ("more time", *others)
+        message = (
             f"no plan of {searched} was found that fits, and it is not proved that there is none: "
-            + "; ".join(unproved),
-            where="memory" if short else "cluster",
-            remedy=f"give more time{' or memory' if short else ''}, ask for less{others}",
+            + "; ".join(unproved)
         )
-    known = f"; by the formula alone, and devices as large as the largest, {what} would"
-    return InfeasibleError(
-        "no plan of the space fits once messages and updates are counted"
-        + known * (share < math.inf),
-        where="memory",
-        remedy=f"give a little more memory{others}",
+    elif share < math.inf:
+        message += f"; by the formula alone, and devices as large as the largest, {what} would"
+    given = [memory] * short
+    found = error(
+        message, where="memory" if short else "cluster", remedy="; or ".join([*given, *others])
     )
+    found.others = others
+    return found
 
 
 def _wider(space: SearchSpace, training: Training) -> Iterator[tuple[str, SearchSpace]]:
