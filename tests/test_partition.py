@@ -78,7 +78,7 @@ def test_integer_program_without_any_start(block: int, monkeypatch: pytest.Monke
     """The dynamic program finds nothing: CP-SAT has to find, prove, or refute."""
 
     def nothing(found: search.Search) -> Segments:
-        return Segments.build(found.model, all_ideals(found.model, 10_000) or [])
+        return Segments(found.model, all_ideals(found.model, 10_000) or [])
 
     monkeypatch.setattr(search, "cut_by_program", nothing)
     for seed in range(20_000 + 40 * block, 20_000 + 40 * block + 40):
@@ -106,7 +106,7 @@ def test_segment_costs_never_overstate() -> None:
         if (best := brute_force(problem)) is None:
             continue
         model = build(problem)
-        segments = Segments.build(model, all_ideals(model, 10_000) or [])
+        segments = Segments(model, all_ideals(model, 10_000) or [])
         found = solve(segments, segments.load_of)
         assert found is not None
         assert found[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"

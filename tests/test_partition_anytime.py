@@ -96,7 +96,7 @@ def test_control_c_before_there_is_a_plan_is_an_interrupt(
 
     def interrupted(found: Search) -> Segments:
         signal.raise_signal(signal.SIGINT)
-        return Segments.build(found.model, positions(found.model))
+        return Segments(found.model, positions(found.model))
 
     monkeypatch.setattr(search, "cut_by_program", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -139,13 +139,12 @@ def test_large_problems_end_in_time(
     """Nothing long begins after the end: no matrices of 1,500 ideals, no integer program."""
     problem = gpt_problem(400, 32, objective)
     built: list[int] = []
-    original = Segments.build
 
     def counted(model: object, ideals: list[int], **rest: bool) -> Segments:
         built.append(len(ideals))
-        return original(model, ideals, **rest)  # type: ignore[arg-type]
+        return Segments(model, ideals, **rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Segments, "build", staticmethod(counted))
+    monkeypatch.setattr(search, "Segments", counted)
     monkeypatch.setattr(search, "IntegerProgram", lambda *_: pytest.fail("began too late"))
     found, certificate = partition(problem, time_limit=time_limit)
     assert found == evaluate(problem, found.stage_of)
@@ -157,7 +156,7 @@ def test_parts_of_the_search_look_at_the_budget() -> None:
     model = build(gpt_problem(12, 4))
     over = Budget(0)
     assert all_ideals(model, 10**6, lambda: over.late) is None
-    segments = Segments.build(model, positions(model))
+    segments = Segments(model, positions(model))
     with pytest.raises(OutOfTimeError):
         solve(segments, bounding_cost(segments), over)
 
@@ -165,7 +164,7 @@ def test_parts_of_the_search_look_at_the_budget() -> None:
 def test_however_many_chains_are_equally_good_one_is_found_soon() -> None:
     """The program's own chain is the last one, once too many were begun."""
     model = build(gpt_problem(12, 4))
-    chains = straight_chains(Segments.build(model, positions(model)), lambda _: np.zeros((1, 1)))
+    chains = straight_chains(Segments(model, positions(model)), lambda _: np.zeros((1, 1)))
     chains.solve()
     every = [*chains.enumerate(lambda: math.inf, 50)]
     assert len(every) < 50

@@ -61,7 +61,7 @@ def random_chain(seed: int) -> PartitionProblem:
 
 def segments_of(problem: PartitionProblem) -> Segments:
     model = build(problem)
-    return Segments.build(model, all_ideals(model, 10_000) or [], complete=True)
+    return Segments(model, all_ideals(model, 10_000) or [], complete=True)
 
 
 @pytest.mark.parametrize(

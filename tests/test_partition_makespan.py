@@ -218,7 +218,7 @@ def test_the_bounding_cost_is_below_the_optimum(fast: bool) -> None:
         if problem is None or best is None:
             continue
         model = build(problem)
-        segments = Segments.build(model, all_ideals(model, 10_000) or [])
+        segments = Segments(model, all_ideals(model, 10_000) or [])
         found = solve(segments, bounding_cost(segments))
         assert found is not None
         assert found[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"

@@ -70,7 +70,7 @@ def test_no_chain_is_better_by_the_same_measure(schedule: str, seed: int) -> Non
     """The dynamic program against all chains of positions."""
     problem = hops_problem(seed, schedule, num_stages=3 + seed % 2, n=9)
     model = build(problem)
-    segments = Segments.build(model, positions(model))
+    segments = Segments(model, positions(model))
     size, count = len(segments.ideals), len(problem.stages)
     inner = itertools.combinations(range(1, size - 1), count - 1)
     best = min(least_seconds(segments, (*ends, size - 1)) for ends in inner)
@@ -95,7 +95,7 @@ def test_hops_decide() -> None:
     """Cuts of even loads send 4 s there and 4 s back; the likely chain is the optimum at once."""
     problem = narrow_places()
     model = build(problem)
-    segments = Segments.build(model, positions(model))
+    segments = Segments(model, positions(model))
     groups = likely_groups(segments, Deployment.straight(problem))
     assert groups is not None
     stage_of = model.items_of(groups)
@@ -116,7 +116,7 @@ def test_what_does_not_fit_has_no_chain() -> None:
     stages = tuple(replace(stage, memory_bytes=5) for stage in problem.stages)
     problem = replace(problem, items=heavy, stages=stages)
     model = build(problem)
-    segments = Segments.build(model, positions(model))
+    segments = Segments(model, positions(model))
     assert likely_groups(segments, Deployment.straight(problem)) is None
 
 

@@ -29,7 +29,7 @@ def by_ideals(problem: PartitionProblem) -> tuple[Partition, float] | None:
     if search is None:
         return None
     ideals = all_ideals(search.model, sys.maxsize) or []
-    segments = Segments.build(search.model, ideals, complete=True)
+    segments = Segments(search.model, ideals, complete=True)
     run_program(search, segments, None)
     if not search.proved:
         _evaluate_all(search, segments)

@@ -173,14 +173,14 @@ def cut_by_program(search: Search) -> None:
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:
         quick = contracted(model, FIRST, FIRST)
-        run_program(search, Segments.build(quick, positions(quick)), None)
+        run_program(search, Segments(quick, positions(quick)), None)
         if search.late and search.best is not None:
             return
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, lambda: budget.late)
     if ideals is None and model.num_groups > FIRST and search.best is not None:
         return
-    segments = Segments.build(small, ideals or positions(small), complete=ideals is not None)
+    segments = Segments(small, ideals or positions(small), complete=ideals is not None)
     with suppress(OutOfTimeError):
         run_program(search, segments, None if search.best is None else budget)
 

@@ -27,6 +27,7 @@ from pdcompile.problem import Holding, StageLimits
 from pdcompile.problem.deployment import StageDeployment
 
 Matrix = NDArray[np.float64]
+Bool = NDArray[np.bool_]
 Rate = tuple[float, float]  # bytes per second, latency
 ALL = slice(None)
 
@@ -69,16 +70,12 @@ class Coefficients:
 
 @dataclass
 class Segments:
-    """Matrices [I, J] for `ideals` (bit masks, the empty set first, the full set last)."""
+    """Matrices [I, J] for `ideals` (bit masks, the empty set first, the full set last), each made
+    on first use; `complete`: these are all ideals of the model."""
 
     model: Model
     ideals: list[int]
-    inside: NDArray[np.bool_]  # [ideal, group]
-    nested: NDArray[np.bool_]  # pairs that may be a stage: nested, apart, and not empty
-    forward: Matrix
-    backward: Matrix
-    _features: _Features
-    complete: bool = False  # these are all ideals of the model
+    complete: bool = False
     _links: dict[Rate, tuple[Matrix, ...]] = field(init=False, default_factory=dict)
     # by the two links, and whether they are full duplex
     _sent: dict[tuple[Rate, Rate, bool], Matrix] = field(init=False, default_factory=dict)
@@ -89,30 +86,33 @@ class Segments:
         problem = self.model.problem
         return Coefficients.of(Deployment.straight(problem), range(len(problem.stages)))
 
-    @staticmethod
-    def build(model: Model, ideals: list[int], *, complete: bool = False) -> Segments:
-        n = model.num_groups
-        inside = np.array([[mask >> v & 1 for v in range(n)] for mask in ideals], dtype=bool)
-        inside = inside.reshape(len(ideals), n)
-        numbers = inside.astype(np.float64)
-        size = numbers.sum(1)
-        nested = (numbers @ numbers.T) == size[:, None]
-        np.fill_diagonal(nested, False)
-        if model.apart:
-            a, b = np.array(model.apart).T
-            neither = (~inside[:, a] & ~inside[:, b]).astype(np.float64)
-            both = (inside[:, a] & inside[:, b]).astype(np.float64)
-            nested &= neither @ both.T == 0
-        return Segments(
-            model,
-            ideals,
-            inside,
-            nested,
-            _difference(numbers @ np.array(model.forward, dtype=np.float64)),
-            _difference(numbers @ np.array(model.backward, dtype=np.float64)),
-            _Features.build(model, inside),
-            complete,
-        )
+    @cached_property
+    def inside(self) -> Bool:
+        """[ideal, group]: which groups each ideal has."""
+        n = self.model.num_groups
+        found = np.array([[mask >> v & 1 for v in range(n)] for mask in self.ideals], dtype=bool)
+        return found.reshape(len(self.ideals), n)
+
+    @cached_property
+    def nested(self) -> Bool:
+        """Pairs that may be a stage: nested, apart, and not empty."""
+        numbers = self.inside.astype(np.float64)
+        found: Bool = (numbers @ numbers.T) == numbers.sum(1)[:, None]
+        np.fill_diagonal(found, False)
+        if self.model.apart:
+            first, second = (self.inside[:, groups] for groups in np.array(self.model.apart).T)
+            neither, both = (~(first | second)).astype(np.float64), first & second
+            found &= neither @ both.T == 0
+        return found
+
+    @cached_property
+    def forward(self) -> Matrix:
+        """Seconds of a microbatch at speed 1."""
+        return self._own(self.model.forward)
+
+    @cached_property
+    def backward(self) -> Matrix:
+        return self._own(self.model.backward)
 
     def items_of(self, ends: Sequence[int]) -> tuple[int, ...]:
         """The stage of every item, of stages that end at these ideals."""
@@ -158,11 +158,11 @@ class Segments:
         every = Coefficients.of(on, stages)
         return [np.where(self.fits(one), self.load(one), np.inf) for one in every]
 
-    def fits(self, on: Coefficients, rows: slice = ALL) -> NDArray[np.bool_] | bool:
+    def fits(self, on: Coefficients, rows: slice = ALL) -> Bool | bool:
         """True for what keeps the limit of a rank by the formula."""
         if on.limit is None:
             return True
-        found: NDArray[np.bool_] = self.bytes(on.holding, rows) <= on.limit * (1 + 1e-12) + 0.5
+        found: Bool = self.bytes(on.holding, rows) <= on.limit * (1 + 1e-12) + 0.5
         return found
 
     def bytes(self, held: Holding, rows: slice = ALL) -> Matrix:
@@ -174,21 +174,35 @@ class Segments:
         total: Matrix = sum(parts)  # type: ignore[assignment]
         return total
 
-    @property
+    @cached_property
     def byte_tables(self) -> tuple[Matrix, ...]:
         """Bytes: trainable, owned (shared ones by their first holder), frozen, saved, received,
         gradients of what is sent, and workspace."""
-        return self._features.memory(self.model, self.inside)
+        model, inside = self.model, self.inside
+        trainable, frozen = self._own(model.trainable_bytes), self._own(model.frozen_bytes)
+        owned = trainable.copy()
+        pattern, column = _patterns(inside, [copy.ends for copy in model.copies])
+        for trained, total in ((True, trainable), (False, frozen)):
+            weight = np.array([c.bytes * (c.trainable is trained) for c in model.copies])
+            if weight.any():
+                total += weight.sum() - pattern * weight[column] @ pattern.T
+                begun = np.array([inside[:, list(c.ends)].any(1) for c in model.copies])
+                owned += _difference(begun.T @ weight) * trained
+        forward = np.array([float(flow.received_bytes) for flow in model.flows])
+        backward = np.array([flow.returned_bytes for flow in model.flows])
+        _, out, received, _, middle = self._passing(forward, backward)
+        saved, workspace = self._own(model.saved_bytes), _largest(model, inside)
+        return trainable, owned, frozen, saved, received, out + middle, workspace
 
-    def allowed(self, stage: int) -> NDArray[np.bool_]:
+    def allowed(self, stage: int) -> Bool:
         """Pairs that may be this stage: nested, apart, within memory, and not empty."""
         result = self.nested.copy()
         if self.model.problem.stages[stage].memory_bytes is not None:
             result &= self.fits(self.stages[stage])
         low, high = np.array(self.model.lowest), np.array(self.model.highest)
         # A later stage's group is not in J, an earlier stage's group is in I.
-        late: NDArray[np.bool_] = np.any(self.inside[:, low > stage], axis=1)
-        early: NDArray[np.bool_] = np.all(self.inside[:, high < stage], axis=1)
+        late: Bool = np.any(self.inside[:, low > stage], axis=1)
+        early: Bool = np.all(self.inside[:, high < stage], axis=1)
         result &= ~late[None, :] & early[:, None]
         return result
 
@@ -208,83 +222,50 @@ class Segments:
             flows = self.model.flows
             f = np.array([flow.forward_seconds(link) for flow in flows])
             b = np.array([flow.backward_seconds(link) for flow in flows])
-            self._links[key] = self._features.seconds(f, b)
+            self._links[key] = self._passing(f, b)
         return self._links[key]
 
+    def _own(self, each: Sequence[float]) -> Matrix:
+        """The sum over groups of J∖I."""
+        return _difference(self.inside.astype(np.float64) @ np.array(each, dtype=np.float64))
 
-def _rate(link: Link) -> Rate:
-    return link.bytes_per_second, link.latency_seconds
-
-
-@dataclass(slots=True)
-class _Features:
-    """Per flow and ideal: is a source inside, is a sink outside, which pattern of sinks."""
-
-    source: Matrix  # [ideal, flow]
-    outside: Matrix
-    pattern: Matrix  # [ideal, column]
-    column: NDArray[np.intp]  # flow of each pattern column
-    copy_pattern: Matrix
-    copy_column: NDArray[np.intp]
-    _memory: tuple[Matrix, ...] | None = None
-
-    @staticmethod
-    def build(model: Model, inside: NDArray[np.bool_]) -> _Features:
-        flows = model.flows
+    @cached_property
+    def _flows(self) -> tuple[Matrix, Matrix, Matrix, NDArray[np.intp]]:
+        """[ideal, flow]: is a source inside, is a sink outside; which pattern of sinks, and the
+        flow of each of these columns."""
+        flows, inside = self.model.flows, self.inside
         shape = (len(inside), len(flows))
         source, outside = np.zeros(shape), np.zeros(shape)
         for e, flow in enumerate(flows):
             source[:, e] = inside[:, list(flow.sources)].any(1)
             outside[:, e] = ~inside[:, list(flow.sinks)].all(1)
-        pattern, column = _patterns(inside, [flow.sinks for flow in flows])
-        copy_pattern, copy_column = _patterns(inside, [copy.ends for copy in model.copies])
-        return _Features(source, outside, pattern, column, copy_pattern, copy_column)
+        return source, outside, *_patterns(inside, [flow.sinks for flow in flows])
 
-    def seconds(self, f: Matrix, b: Matrix) -> tuple[Matrix, ...]:
+    def _passing(self, f: Matrix, b: Matrix) -> tuple[Matrix, ...]:
+        """The parts of `_at`, of these amounts of each flow."""
         if not f.any() and not b.any():
-            zero = np.zeros((len(self.source), len(self.source)))
-            return (zero,) * 5
-        leaving = self.source * self.outside
+            return (np.zeros((len(self.ideals), len(self.ideals))),) * 5
+        source, outside, pattern, column = self._flows
+        leaving = source * outside
 
         def out(weight: Matrix) -> Matrix:
             # source in J∖I and a sink beyond J
-            return (leaving @ weight)[None, :] - (self.source * weight) @ leaving.T
+            return (leaving @ weight)[None, :] - (source * weight) @ leaving.T
 
         def enters(weight: Matrix, beyond: Matrix | None = None) -> Matrix:
             # source in I and a sink in J∖I (and, for `beyond`, a sink outside J)
-            left = self.source[:, self.column] * self.pattern * weight[self.column]
+            left = source[:, column] * pattern * weight[column]
             if beyond is None:
-                return (self.source @ weight)[:, None] - left @ self.pattern.T
-            right = self.pattern * beyond[:, self.column]
-            return (self.source * weight) @ beyond.T - left @ right.T
+                return (source @ weight)[:, None] - left @ pattern.T
+            right = pattern * beyond[:, column]
+            return (source * weight) @ beyond.T - left @ right.T
 
-        parts = out(f), out(b), enters(f), enters(b), enters(b, self.outside)
+        parts = out(f), out(b), enters(f), enters(b), enters(b, outside)
         return tuple(np.maximum(part, 0.0) for part in parts)
 
-    def memory(self, model: Model, inside: NDArray[np.bool_]) -> tuple[Matrix, ...]:
-        if self._memory is None:
-            numbers = inside.astype(np.float64)
 
-            def own(each: Sequence[int]) -> Matrix:
-                return _difference(numbers @ np.array(each, dtype=np.float64))
-
-            trainable, frozen = own(model.trainable_bytes), own(model.frozen_bytes)
-            owned = trainable.copy()
-            for trained, total in ((True, trainable), (False, frozen)):
-                weight = np.array([c.bytes * (c.trainable is trained) for c in model.copies])
-                if weight.any():
-                    left = self.copy_pattern * weight[self.copy_column]
-                    total += weight.sum() - left @ self.copy_pattern.T
-                    begun = np.array([inside[:, list(c.ends)].any(1) for c in model.copies])
-                    owned += _difference(begun.T @ weight) * trained
-            saved = own(model.saved_bytes)
-            forward = np.array([float(flow.received_bytes) for flow in model.flows])
-            backward = np.array([flow.returned_bytes for flow in model.flows])
-            _, out, received, _, middle = self.seconds(forward, backward)
-            workspace = _largest(model, inside)
-            back = out + middle
-            self._memory = trainable, owned, frozen, saved, received, back, workspace
-        return self._memory
+def _rate(link: Link) -> Rate:
+    return link.bytes_per_second, link.latency_seconds
 
 
 def _difference(per_ideal: Matrix) -> Matrix:
@@ -292,7 +273,7 @@ def _difference(per_ideal: Matrix) -> Matrix:
     return np.maximum(per_ideal[None, :] - per_ideal[:, None], 0.0)
 
 
-def _largest(model: Model, inside: NDArray[np.bool_]) -> Matrix:
+def _largest(model: Model, inside: Bool) -> Matrix:
     """The largest workspace of a group in J∖I: groups from small to large overwrite."""
     result = np.zeros((len(inside), len(inside)))
     by_size: dict[int, list[int]] = {}
@@ -306,11 +287,9 @@ def _largest(model: Model, inside: NDArray[np.bool_]) -> Matrix:
     return result
 
 
-def _patterns(
-    inside: NDArray[np.bool_], ends: list[tuple[int, ...]]
-) -> tuple[Matrix, NDArray[np.intp]]:
+def _patterns(inside: Bool, ends: list[tuple[int, ...]]) -> tuple[Matrix, NDArray[np.intp]]:
     """One 0/1 column for every flow and every subset of its ends that some ideal holds."""
-    columns: list[NDArray[np.bool_]] = []
+    columns: list[Bool] = []
     owner: list[int] = []
     for e, groups in enumerate(ends):
         rows = inside[:, list(groups)]

@@ -223,7 +223,7 @@ class Borders:
             cut = groups and self._tried(model.items_of(groups))
             return (cut.step, groups) if cut and groups else None
 
-        segments = Segments.build(model, positions(model))
+        segments = Segments(model, positions(model))
         evens = [evenest(segments, table) for table in self._tables(segments, stages)]
         best = min(filter(None, map(tried, evens)), default=None)
         while best is not None and kind == 0:

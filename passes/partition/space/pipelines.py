@@ -74,7 +74,7 @@ class PreparedProblem:
         most = self._most
         small = contracted(self.whole, most - 1, most - 1)
         ideals = self._every if self.complete else all_ideals(small, most)
-        return Segments.build(small, ideals or positions(small), complete=self.complete)
+        return Segments(small, ideals or positions(small), complete=self.complete)
 
     @property
     def complete(self) -> bool:
@@ -98,7 +98,7 @@ class PreparedProblem:
         if self.complete and len(self.segments.ideals) <= most:
             return self.segments
         small = contracted(self.whole, most - 1, most - 1)
-        return Segments.build(small, positions(small))
+        return Segments(small, positions(small))
 
     def path(self, most: int) -> Path:
         """The heaviest path of values with gradients, at most so many of its groups told apart."""
