@@ -10,6 +10,7 @@ from dataclasses import replace
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
+    Part,
     Pipelines,
     PreparedProblem,
     filled,
@@ -162,8 +163,8 @@ def best(
     It uses exactly these ranks.  `exactly`: by `seconds_of`, else by the closed form alone.
     """
     prepared = PreparedProblem(problem, len(ranks) * len(counts) * len(set(space.recompute)))
-    seats, menu = Seats(cluster, ranks), space.menu(counts)
-    pipelines = Pipelines(prepared, space, setting, seats, menu, stages=space.stages)
+    part = Part(prepared, space, setting, Seats(cluster, ranks), counts, space.stages)
+    pipelines = Pipelines(part)
     if pipelines.bound() == float("inf"):
         return None
     found: list[tuple[float, Candidate]] = []

@@ -22,7 +22,7 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.in_turn import StagesInTurn
 from pdcompile.passes.partition.space.path_bound import heaviest_path
-from pdcompile.passes.partition.space.pipelines import PreparedProblem
+from pdcompile.passes.partition.space.pipelines import Part, PreparedProblem
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.planning.branch_and_bound import PlanSearch, best_plan
 from pdcompile.passes.planning.plan_check import check_plan
@@ -243,7 +243,7 @@ def test_no_cut_of_ranks_with_several_stages_is_below_their_bound(block: int) ->
             replicas=(option.replicas,) * 4,
         )  # fmt: skip
         seats = Seats(cluster, tuple(range(ranks)))
-        bound = StagesInTurn(prepared, space, setting, seats, option.replicas, 4).bound()
+        bound = StagesInTurn(Part(prepared, space, setting, seats, (option.replicas,), 4)).bound()
         assert bound <= least * (1 + 1e-9), seed
         ratios.append(bound / least)
     assert max(ratios) > 0.6
@@ -260,7 +260,8 @@ def test_the_order_of_tasks_says_how_long_a_chain_takes() -> None:
             )  # fmt: skip
             cluster, setting = cluster_of(4), Setting(name, m)
             prepared = PreparedProblem(problem, 1)
-            found = StagesInTurn(prepared, space, setting, Seats(cluster, (0, 1, 2, 3)), 1, 8)
+            part = Part(prepared, space, setting, Seats(cluster, (0, 1, 2, 3)), (1,), 8)
+            found = StagesInTurn(part)
             first = itertools.islice(found.candidates(lambda: float("inf")), 3)
             seconds = min(evaluation(problem, cluster, one).seconds for _, one in first if one)
             assert 0.85 * seconds <= found.bound() <= seconds * (1 + 1e-9), (name, m)
@@ -276,7 +277,7 @@ def test_cuts_with_equal_loads_end_with_the_time() -> None:
     )  # fmt: skip
     cluster, setting = cluster_of(4), Setting("interleaved", 8)
     seats = Seats(cluster, (0, 1, 2, 3))
-    found = StagesInTurn(PreparedProblem(problem, 1), space, setting, seats, 1, 8)
+    found = StagesInTurn(Part(PreparedProblem(problem, 1), space, setting, seats, (1,), 8))
     assert len([*found.candidates(lambda: 0.0)]) <= 2 < len([*found.candidates(lambda: 1.0)])
 
 

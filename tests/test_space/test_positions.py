@@ -11,7 +11,7 @@ import pytest
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition.space.candidates import violations
-from pdcompile.passes.partition.space.pipelines import Pipelines, PreparedProblem, timed
+from pdcompile.passes.partition.space.pipelines import Part, Pipelines, PreparedProblem, timed
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.partition.space.setting_bound import setting_bound
 from pdcompile.problem import PartitionProblem
@@ -66,7 +66,7 @@ def test_no_plan_is_below_the_bound(block: int) -> None:
             continue
         problem, cluster, space, setting = case
         prepared = PreparedProblem(problem, 1)
-        found = setting_bound(prepared, space, setting, cluster, (0.0, 2 * best), never)
+        found = setting_bound(Part.whole(prepared, space, setting, cluster), (0.0, 2 * best), never)
         assert found <= best * (1 + 1e-9), seed
         ratios.append(found / best)
     assert len(ratios) > 10
@@ -93,10 +93,8 @@ def cuts(
     """The first cut at positions by bound, and by load."""
     seats, found = Seats(cluster, tuple(range(len(cluster.devices)))), []
     for likely in (False, True):
-        pipelines = Pipelines(
-            prepared, space, setting, seats, space.menu(counts), stages=space.stages,
-            segments=prepared.positions, likely=likely,
-        )  # fmt: skip
+        part = Part(prepared, space, setting, seats, counts, space.stages)
+        pipelines = Pipelines(part, segments=prepared.positions, likely=likely)
         if pipelines.bound() < float("inf"):
             first = next(pipelines.candidates(lambda: float("inf")))[1]
             found += [] if first is None else [first]
@@ -112,7 +110,7 @@ def test_plans_at_positions_meet_the_bound_where_nothing_is_sent() -> None:
         for one in cuts(prepared, space, setting, cluster, counts):
             assert not violations(prepared.problem, cluster, one)
             best = min(best, timed(prepared.problem, cluster, one)[0])
-    bound = setting_bound(prepared, space, setting, cluster, (0.0, best), never)
+    bound = setting_bound(Part.whole(prepared, space, setting, cluster), (0.0, best), never)
     assert bound <= best <= 1.02 * bound
 
 
@@ -145,7 +143,9 @@ def test_memory_makes_stages_recompute_and_tells_the_bound() -> None:
     setting, bounds = Setting("gpipe", 8, optimizer_factor=0.0), []
     for limit in (None, 200):
         cluster = Cluster((Device("cpu", limit),) * 2, link)
-        bounds.append(setting_bound(prepared, space, setting, cluster, (0.0, 1e3), never))
+        bounds.append(
+            setting_bound(Part.whole(prepared, space, setting, cluster), (0.0, 1e3), never)
+        )
     assert bounds[0] < bounds[1]
     found = cuts(prepared, space, setting, cluster, (1,))
     assert found
@@ -156,5 +156,6 @@ def test_memory_makes_stages_recompute_and_tells_the_bound() -> None:
 def test_contradicting_constraints_are_refused() -> None:
     problem = replace(chain_problem([1.0] * 4, 2), together=((0, 1),), apart=((0, 1),))
     prepared, setting = PreparedProblem(problem, 1), Setting("1f1b", 2)
+    part = Part.whole(prepared, SearchSpace("1"), setting, Cluster.local(2))
     with pytest.raises(InfeasibleError, match="apart"):
-        setting_bound(prepared, SearchSpace("1"), setting, Cluster.local(2), (0.0, 1.0), never)
+        setting_bound(part, (0.0, 1.0), never)

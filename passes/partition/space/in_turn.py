@@ -16,16 +16,14 @@ from pdcompile.passes.partition.chains import evenest, groups_of, straight_chain
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
-    PreparedProblem,
+    Part,
     graph_free_ledgers,
     limited,
-    recomputing,
 )
-from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.passes.schedules import warmup
 from pdcompile.plan.evaluate import Deployment
 from pdcompile.problem.deployment import StageDeployment
-from pdcompile.problem.space import Candidate, SearchSpace, Setting
+from pdcompile.problem.space import Candidate
 from pdcompile.schedule.registry import kind_of
 
 SECONDS = 2.0  # for the linear program of the bound
@@ -45,19 +43,13 @@ class StagesInTurn:
     clock afterwards.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedProblem,
-        space: SearchSpace,
-        setting: Setting,
-        seats: Seats,
-        replicas: int,
-        stages: int,
-    ):
-        """`replicas` and `stages`: how many."""
-        self.prepared, self.space, self.setting, self.seats = prepared, space, setting, seats
+    def __init__(self, part: Part):
+        assert part.stages is not None
+        self.part, self.prepared, self.setting = part, part.prepared, part.setting
+        self.space, self.seats = part.space, part.seats
+        setting, seats, replicas, stages = part.setting, part.seats, part.counts[0], part.stages
         self.counts = (replicas,) * stages
-        places, given = len(seats.ranks) // replicas, space.placement
+        places, given = len(seats.ranks) // replicas, part.space.placement
         if (len(given), len({*given})) != (stages, places):  # of other counts than the space says
             given = tuple(kind_of(setting.schedule).placement(stages, places))
         self.placement = given
@@ -105,11 +97,7 @@ class StagesInTurn:
     def candidates(self, below: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
         """(bound, candidate), None for one that breaks something; `below()` is 0 once time is
         over."""
-        problem, cluster = self.prepared.problem, self.seats.cluster
-        for one in self._made(below):
-            if self.space.decides_recomputation:
-                one = recomputing(problem, cluster, one)
-            yield 0.0, None if violations(problem, cluster, one) else one
+        return ((0.0, self.part.allowed(one)) for one in self._made(below))
 
     def likely(self) -> Iterator[Candidate]:
         """Cuts at positions into equal loads, for every choice of what recomputes."""

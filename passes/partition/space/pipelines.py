@@ -122,53 +122,65 @@ class PreparedProblem:
         return max(item.forward_seconds + item.backward_seconds for item in self.problem.items)
 
 
-def simple_bound(
-    prepared: PreparedProblem, space: SearchSpace, setting: Setting, seats: Seats
-) -> float:
-    """All work on all devices at full speed; in the units of `Pipelines.bound`."""
-    speed = float(sum(seats.cluster.devices[rank].speed for rank in seats.ranks))
-    seconds = prepared.work / speed
-    if space.straight:
-        seconds = max(seconds, prepared.largest / seats.fastest)
-    m = setting.num_microbatches if kind_of(setting.schedule).drains else 1
-    return seconds * m * (1 - 1e-12)
+@dataclass
+class Part:
+    """Part of the space: one setting on given seats.
+
+    `counts`: replicas that a stage may have; `stages`: how many there are, None: any number.
+    """
+
+    prepared: PreparedProblem
+    space: SearchSpace
+    setting: Setting
+    seats: Seats
+    counts: tuple[int, ...]
+    stages: int | None = None
+
+    @staticmethod
+    def whole(
+        prepared: PreparedProblem, space: SearchSpace, setting: Setting, cluster: Cluster
+    ) -> Part:
+        """Everything that a setting allows, on all ranks in their order."""
+        ranks = tuple(range(len(cluster.devices)))
+        return Part(prepared, space, setting, Seats(cluster, ranks), space.counts(len(ranks)))
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds of a step that no plan is below: all work on all devices at full speed."""
+        devices = self.seats.cluster.devices
+        seconds = self.prepared.work / float(sum(devices[rank].speed for rank in self.seats.ranks))
+        if self.space.straight:
+            seconds = max(seconds, self.prepared.largest / self.seats.fastest)
+        return seconds * self.setting.num_microbatches * (1 - 1e-12)
+
+    def allowed(self, candidate: Candidate) -> Candidate | None:
+        """The candidate, recomputing where it has to if that is open; None if it breaks a rule."""
+        problem, cluster = self.prepared.problem, self.seats.cluster
+        if self.space.decides_recomputation:
+            candidate = recomputing(problem, cluster, candidate)
+        return None if violations(problem, cluster, candidate) else candidate
 
 
 class Pipelines:
-    """Everything that one setting allows on given seats."""
+    """Everything that a part of the space allows."""
 
-    def __init__(
-        self,
-        prepared: PreparedProblem,
-        space: SearchSpace,
-        setting: Setting,
-        seats: Seats,
-        menu: tuple[StageDeployment, ...],
-        *,
-        stages: int | None = None,
-        segments: Segments | None = None,
-        likely: bool = False,
-    ):
-        """`menu`: rows that a stage may be; `stages`: how many.
-
-        `segments`: where cuts may lie, if not at every ideal; `likely`: by load, with the depths
-        that are likely, not by bound.
-        """
-        self.prepared, self.setting, self.seats = prepared, setting, seats
-        self.segments = prepared.segments if segments is None else segments
-        self.decide, model = space.decides_recomputation, self.segments.model
-        numbered = model.num_stages == stages and stages is not None
-        matrices = Matrices(
-            self.segments, setting, seats, menu,
-            spares=self.decide and len({option.recompute for option in menu}) > 1,
-            last=prepared.last(model),
-            stages=stages if numbered else None,
+    def __init__(self, part: Part, *, segments: Segments | None = None, likely: bool = False):
+        """`segments`: where cuts may lie, if not at every ideal; `likely`: by load, with the depths
+        that are likely, not by bound."""
+        self.part, self.setting, self.seats = part, part.setting, part.seats
+        self.segments = part.prepared.segments if segments is None else segments
+        space, stages, model = part.space, part.stages, self.segments.model
+        menu = space.menu(part.counts)
+        self.matrices = Matrices(
+            self.segments, part.setting, part.seats, menu,
+            spares=space.decides_recomputation,
+            last=part.prepared.last(model),
+            stages=stages if stages == model.num_stages else None,
             bounding=not likely,
             keep=stages is not None,
         )  # fmt: skip
-        self.matrices = matrices
         self.chains = Chains(
-            len(self.segments.ideals), len(seats.ranks), menu, matrices.costs, stages,
+            len(self.segments.ideals), len(part.seats.ranks), menu, self.matrices.costs, stages,
             recomputed=space.recomputed, widths=space.widths,
         )  # fmt: skip
 
@@ -188,7 +200,7 @@ class Pipelines:
         stages right away; it comes again when its own bound has its turn.
         """
         for bound, pieces in self.chains.enumerate(below, most):
-            yield bound * (1 - 1e-12), self._allowed(pieces)
+            yield bound * (1 - 1e-12), self.part.allowed(self._candidate(pieces))
 
     def quickest(self) -> Candidate | None:
         """The candidate that likely is the fastest, if there is one that breaks nothing."""
@@ -203,15 +215,7 @@ class Pipelines:
             return trips.turn(matrices.on(p, option), depth, fewer)
 
         pieces = likely_chain(self.chains, turn_of, trips.per_microbatch)
-        return None if pieces is None else self._allowed(pieces)
-
-    def _allowed(self, pieces: tuple[Piece, ...]) -> Candidate | None:
-        """The candidate of these stages, recomputing where it has to; None if it breaks a rule."""
-        problem, cluster = self.prepared.problem, self.seats.cluster
-        candidate = self._candidate(pieces)
-        if self.decide:
-            candidate = recomputing(problem, cluster, candidate)
-        return None if violations(problem, cluster, candidate) else candidate
+        return None if pieces is None else self.part.allowed(self._candidate(pieces))
 
     def _candidate(self, pieces: tuple[Piece, ...]) -> Candidate:
         ranks, following = [], 0
@@ -326,21 +330,10 @@ def neighbours(
                 yield variant
 
 
-def likely_cuts(
-    prepared: PreparedProblem,
-    space: SearchSpace,
-    setting: Setting,
-    seats: Seats,
-    menu: tuple[StageDeployment, ...],
-    stages: int | None,
-    segments: Segments,
-) -> Iterator[Candidate]:
-    """Cuts at such places that break nothing: of equally many replicas the one that is likely the
+def likely_cuts(part: Part) -> Iterator[Candidate]:
+    """Cuts at positions that break nothing: of equally many replicas the one that is likely the
     fastest and the one by load, of any the best by its bound."""
-    own = partial(
-        Pipelines, prepared, space, setting, seats, menu, stages=stages, segments=segments
-    )
-    equal = len({option.replicas for option in menu}) == 1
+    own, equal = partial(Pipelines, part, segments=part.prepared.positions), len(part.counts) == 1
     if equal and (one := own(likely=True).quickest()):
         yield one
     pipelines = own(likely=equal)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.partition.space.in_turn import SOME, StagesInTurn
 from pdcompile.passes.partition.space.pipelines import (
+    Part,
     Pipelines,
     PreparedProblem,
     likely_cuts,
-    simple_bound,
 )
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.schedules import warmup
@@ -23,23 +24,17 @@ from pdcompile.problem.deployment import StageDeployment, stage_limits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
-Found = Pipelines | StagesInTurn
 
+@dataclass
+class Branch(Part):
+    """Part of the space, and what is known of it; seconds are those of a step."""
 
-@dataclass(slots=True)
-class Branch:
-    """Part of the space; seconds are those of a step, whatever the schedule."""
-
-    setting: Setting
-    seats: Seats
-    counts: tuple[int, ...]
-    stages: int | None
-    prepared: PreparedProblem
-    space: SearchSpace
-    bound: float = 0.0
+    bound: float = field(init=False)
     sharp: bool = False
-    in_turn: StagesInTurn | None = None
     candidates: Iterator[tuple[float, Candidate | None]] | None = None
+
+    def __post_init__(self) -> None:
+        self.bound = self.least_seconds
 
     @property
     def warmup(self) -> tuple[int, ...]:
@@ -69,35 +64,24 @@ class Branch:
 
     def sharpen(self) -> None:
         """Raise the bound where ranks hold several stages, which takes some time."""
-        if self.sharp:
-            return
+        if self.space.placement and not self.sharp:
+            self.bound = max(self.bound, self._in_turn.bound())
         self.sharp = True
-        if not self.space.placement:
-            return
-        self.bound = max(self.bound, self.pipelines().bound())
 
-    def pipelines(self) -> Found:
+    def pipelines(self) -> Pipelines | StagesInTurn:
         """All candidates of the branch, or those that are tried."""
-        if self.space.placement:
-            assert self.stages is not None
-            if self.in_turn is None:
-                self.in_turn = StagesInTurn(
-                    self.prepared, self.space, self.setting, self.seats, self.counts[0], self.stages
-                )
-            return self.in_turn
-        own = self.prepared, self.space, self.setting, self.seats, self.space.menu(self.counts)
-        return Pipelines(*own, stages=self.stages)
+        return self._in_turn if self.space.placement else Pipelines(self)
 
     def likely(self, share: float) -> Iterator[Candidate]:
         """Candidates that are quickly found, of stages with a rank of their own those that take
         that share of the memory."""
-        found = self.pipelines() if self.space.placement else None
-        if isinstance(found, StagesInTurn):
-            yield from found.likely()
-            return
-        seats, menu = replace(self.seats, share=share), self.space.menu(self.counts)
-        own = self.prepared, self.space, self.setting, seats, menu
-        yield from likely_cuts(*own, self.stages, self.prepared.positions)
+        if self.space.placement:
+            return self._in_turn.likely()
+        return likely_cuts(replace(self, seats=replace(self.seats, share=share)))
+
+    @cached_property
+    def _in_turn(self) -> StagesInTurn:
+        return StagesInTurn(self)
 
     def straight(self, stage_of: tuple[int, ...]) -> Candidate:
         """The candidate of such a problem's assignment."""
@@ -120,9 +104,7 @@ def branches(
             if counts == (1,) and setting.homes != space.homes[-1]:
                 continue
             prepared = prepared_at(setting.num_microbatches)
-            branch = Branch(setting, seats, counts, stages, prepared, space)
-            branch.bound = simple_bound(prepared, space, setting, seats) * setting.scale
-            yield branch
+            yield Branch(prepared, space, setting, seats, counts, stages)
 
 
 def _shapes(

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from pdcompile.cluster import Cluster, Link
+from pdcompile.cluster import Link
 from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.space.candidates import holding
 from pdcompile.passes.partition.space.matrices import least_depth, most_depth
 from pdcompile.passes.partition.space.path_bound import PathBound, StageRules, groups_told_apart
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
-from pdcompile.passes.partition.space.seats import Seats
+from pdcompile.passes.partition.space.pipelines import Part, limited
 from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import StageDeployment
-from pdcompile.problem.space import SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 ROUGHLY = 1e-3  # relative: where the bisection of a bound ends
@@ -36,17 +34,10 @@ def shortened(
     return tuple(option for option in kept if option.replicas in widest), widest
 
 
-def setting_bound(
-    prepared: PreparedProblem,
-    space: SearchSpace,
-    setting: Setting,
-    cluster: Cluster,
-    within: tuple[float, float],
-    late: Late,
-) -> float:
-    """Seconds of the objective, within two, that no candidate of the setting is below."""
-    seats = Seats(cluster, tuple(range(len(cluster.devices))))
-    menu = space.menu(space.counts(len(seats.ranks)))
+def setting_bound(part: Part, within: tuple[float, float], late: Late) -> float:
+    """Seconds of the objective, within two, that no candidate of the part is below."""
+    setting, seats, menu = part.setting, part.seats, part.space.menu(part.counts)
+    cluster = seats.cluster
     widest: dict[int, int] = {}
     kind, m = kind_of(setting.schedule), setting.num_microbatches
     if not kind.stream:
@@ -71,7 +62,7 @@ def setting_bound(
         links = (seats.ring(q, replicas) for q in range(ranks - replicas + 1))
         return min(links, key=lambda link: (-link.bytes_per_second, link.latency_seconds))
 
-    path = prepared.path(groups_told_apart(ranks, len(menu)))
+    path = part.prepared.path(groups_told_apart(ranks, len(menu)))
     rules = StageRules(
         kind, kind.stream, m, ranks, menu, seats.fastest, seats.largest, deepest, held, ring
     )

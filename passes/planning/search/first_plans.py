@@ -17,7 +17,7 @@ import numpy as np
 
 from pdcompile.cluster import ring_seconds, slowest
 from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, simple_bound
+from pdcompile.passes.partition.space.pipelines import Part, PreparedProblem
 from pdcompile.passes.partition.space.search_branches import Branch
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.setting_bound import setting_bound
@@ -50,17 +50,16 @@ class FirstPlans:
     settings: list[Setting]
     prepared_at: Callable[[int], PreparedProblem]
     sharing: Sequence[Branch] = ()
-    bounds: dict[Setting, float] = field(default_factory=dict)
+    parts: dict[Setting, Part] = field(init=False, default_factory=dict)
+    bounds: dict[Setting, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        cluster = self.trials.cluster
-        seats = Seats(cluster, tuple(range(len(cluster.devices))))
         # All forwards first holds the most: the others are likelier to fit, and as fast.
         self.settings.sort(key=lambda setting: kind_of(setting.schedule).warmup == "all")
         for setting in self.settings:
             prepared = self.prepared_at(setting.num_microbatches)
-            seconds = simple_bound(prepared, self.space, setting, seats)
-            self.bounds[setting] = seconds * setting.scale
+            self.parts[setting] = Part.whole(prepared, self.space, setting, self.trials.cluster)
+            self.bounds[setting] = self.parts[setting].least_seconds
         self._note_floor()
 
     def run(self) -> None:
@@ -125,10 +124,8 @@ class FirstPlans:
             if space.widths or len(menu) == 1:
                 used = sum(space.widths) or menu[0] * (space.stages or used // menu[0])
             if 0 < used <= len(order) and (used == len(order) or space.idle):
-                prepared = self.prepared_at(setting.num_microbatches)
-                seats = Seats(cluster, order[:used])
-                bound = simple_bound(prepared, space, setting, seats) * setting.scale
-                yield Branch(setting, seats, menu, space.stages, prepared, space, bound)
+                prepared, seats = self.parts[setting].prepared, Seats(cluster, order[:used])
+                yield Branch(prepared, space, setting, seats, menu, space.stages)
         yield from self.sharing
 
     def _least(self, branch: Branch) -> float:
@@ -193,10 +190,9 @@ class FirstPlans:
         for setting in self.settings:
             known, upper = self.bounds[setting], self.trials.below
             if known < upper and not late():
-                prepared, scale = self.prepared_at(setting.num_microbatches), setting.scale
-                within, cluster = (known / scale, upper / scale), self.trials.cluster
-                found = setting_bound(prepared, self.space, setting, cluster, within, late)
-                self.bounds[setting] = max(known, found * scale)
+                within = known / setting.scale, upper / setting.scale
+                found = setting_bound(self.parts[setting], within, late)
+                self.bounds[setting] = max(known, found * setting.scale)
         self._note_floor()
 
     def _note_floor(self) -> None:
