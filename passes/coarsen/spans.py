@@ -8,7 +8,7 @@ because ops of one group that reach each other through an outsider form a cycle 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from heapq import heappop, heappush
 
 from pdcompile.eager.summation import summation_order
@@ -78,6 +78,14 @@ class Groups:
                 self.joined.append((before, member, reason))
             before = member
 
+    def join_alike(self, members: Iterable[tuple[Hashable, int]], reason: str) -> None:
+        """Put members of the same key into one group."""
+        alike = defaultdict[Hashable, list[int]](list)
+        for key, member in members:
+            alike[key].append(member)
+        for those in alike.values():
+            self.join(those, reason)
+
     def why(self, a: int, b: int) -> list[str]:
         """The reasons that join two members of one group, from the one to the other."""
         beside: dict[int, list[tuple[int, str]]] = defaultdict(list)
@@ -119,12 +127,7 @@ def close_cycles(graph: OpGraph, groups: Groups) -> None:
     They reach each other through values, or by the order in which gradients are summed.
     """
     _, after = neighbours(len(graph.ops) + 1, arcs_between(graph, groups))
-    parts: dict[int, list[int]] = {}
-    for root, part in enumerate(components(after)):
-        parts.setdefault(part, []).append(root)
-    for roots in parts.values():
-        if len(roots) > 1:
-            groups.join(roots, CYCLE)
+    groups.join_alike(((part, root) for root, part in enumerate(components(after))), CYCLE)
 
 
 def arcs_between(graph: OpGraph, groups: Groups) -> list[tuple[int, int]]:
@@ -164,43 +167,28 @@ def _join_mutations(graph: OpGraph, groups: Groups, position: dict[str, int]) ->
     input that is written every reader stays: other stages would take it unwritten from the
     caller.
     """
-    written: dict[int, int] = {}  # storage -> position of its last writer
-    alone: list[tuple[int, str]] = []  # writes into values of unknown storage
-    for i, op in enumerate(graph.ops):
-        for name in op.mutates:
-            storage = graph.values[name].storage
-            if storage >= 0:
-                written[storage] = i
-            else:
-                alone.append((i, name))
-    members: dict[int, list[int]] = {storage: [last] for storage, last in written.items()}
-    for value in graph.values.values():
-        if value.storage not in written:
-            continue
-        last = written[value.storage]
-        producer = position[value.producer] if value.producer is not None else -1
-        if 0 <= producer <= last:
-            members[value.storage].append(producer)
-        for name in value.consumers:
-            if position[name] <= last or value.producer is None:
-                members[value.storage].append(position[name])
-    for ends in members.values():
-        groups.join(ends, MUTATION)
-    for i, name in alone:
-        value = graph.values[name]
-        readers = [position[reader] for reader in value.consumers if position[reader] <= i]
-        own = [] if value.producer is None else [position[value.producer]]
-        groups.join([i, *own, *readers], MUTATION)
+
+    def storage(name: str) -> int | str:
+        found = graph.values[name].storage
+        return found if found >= 0 else name  # of its own, where it is unknown
+
+    #: position of its last writer
+    written = {storage(name): i for i, op in enumerate(graph.ops) for name in op.mutates}
+
+    def members() -> Iterator[tuple[int | str, int]]:
+        yield from written.items()
+        for value in graph.values.values():
+            last, made = written.get(storage(value.name), -1), value.producer
+            for name in (*value.consumers,) if made is None else (made, *value.consumers):
+                if position[name] <= last or (made is None and last >= 0):
+                    yield storage(value.name), position[name]
+
+    groups.join_alike(members(), MUTATION)
 
 
 def _join_buffers(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
     written = written_buffers(graph.ops)
-    users: dict[str, list[int]] = {fqn: [] for fqn in written}
-    for i, op in enumerate(graph.ops):
-        for fqn in written.intersection(op.used_tensors):
-            users[fqn].append(i)
-    for fqn in sorted(users):
-        groups.join(users[fqn], BUFFER)
+    groups.join_alike(((fqn, i) for fqn, i in _users(graph) if fqn in written), BUFFER)
     latest: dict[str, int] = {}  # module -> its last op so far
     for i, op in enumerate(graph.ops):
         if op.buffers_written and not graph.values[op.name].consumers:
@@ -213,20 +201,15 @@ def _join_buffers(graph: OpGraph, groups: Groups, position: dict[str, int]) -> N
 def _join_without_gradient(graph: OpGraph, groups: Groups) -> None:
     """Parameters that no reader surely gives a gradient: copies of a parameter on other stages
     would send in every microbatch that they have none."""
-    readers: dict[str, list[int]] = {
-        fqn: []
+    unsure = {
+        fqn
         for fqn, info in graph.tensors.items()
         if info.kind == "parameter" and info.requires_grad
     }
-    sure = set()
-    for i, op in enumerate(graph.ops):
-        gives = has_gradient(graph, (op.name, *op.mutates))
-        for fqn in {*op.parameters, *op.attributes} & readers.keys():
-            readers[fqn].append(i)
-            if gives:
-                sure.add(fqn)
-    for fqn in sorted(readers.keys() - sure):
-        groups.join(readers[fqn], NO_GRADIENT)
+    for op in graph.ops:
+        if has_gradient(graph, (op.name, *op.mutates)):
+            unsure.difference_update(op.used_tensors)
+    groups.join_alike(((fqn, i) for fqn, i in _users(graph) if fqn in unsure), NO_GRADIENT)
 
 
 def _computed_for(graph: OpGraph, i: int, position: dict[str, int]) -> tuple[set[int], int | None]:
@@ -255,18 +238,15 @@ def _computed_for(graph: OpGraph, i: int, position: dict[str, int]) -> tuple[set
 
 
 def _join_calls(graph: OpGraph, groups: Groups, position: dict[str, int]) -> None:
-    opaque: dict[str, list[int]] = {}
     for i, op in enumerate(graph.ops):
-        if op.kind == "opaque":
-            opaque.setdefault(op.module_path, []).append(i)
         if op.target == CHECK:
             groups.join([i, *_checked(graph, op, position)], CHECKED)
         if op.target.rsplit(".", 1)[-1] in _FLAGS:
             groups.join([i, *(position[n] for n in op.inputs[:1] if n in position)], HOOK)
         if op.target == GRADIENT:
             _join_gradient(graph, groups, position, i)
-    for calls in opaque.values():
-        groups.join(calls, OPAQUE)
+    calls = ((op.module_path, i) for i, op in enumerate(graph.ops) if op.kind == "opaque")
+    groups.join_alike(calls, OPAQUE)
 
 
 def _checked(graph: OpGraph, check: Op, position: dict[str, int]) -> list[int]:
@@ -380,13 +360,13 @@ def join_sparse(graph: OpGraph, groups: Groups, position: dict[str, int]) -> Non
 
 def join_users(graph: OpGraph, groups: Groups) -> None:
     """Join all ops that use a trained parameter."""
-    users: dict[str, list[int]] = {}
-    for i, op in enumerate(graph.ops):
-        for fqn in op.used_tensors:
-            if graph.tensors[fqn].requires_grad:
-                users.setdefault(fqn, []).append(i)
-    for members in users.values():
-        groups.join(members, AGE)
+    users = ((fqn, i) for fqn, i in _users(graph) if graph.tensors[fqn].requires_grad)
+    groups.join_alike(users, AGE)
+
+
+def _users(graph: OpGraph) -> Iterator[tuple[str, int]]:
+    """Names of tensors, each with every op that uses it."""
+    return ((fqn, i) for i, op in enumerate(graph.ops) for fqn in op.used_tensors)
 
 
 # Ops that run in the lower precision; views of a weight are cast anew each time.
@@ -402,17 +382,16 @@ _CASTING = frozenset((
 def join_casts(graph: OpGraph, groups: Groups) -> None:
     """Join the ops that share a weight's cast: its gradients are summed in the lower precision
     before they are cast back, which two stages, each with a cast of its own, would not do."""
-    users: dict[tuple[str, str], list[int]] = {}
-    for i, op in enumerate(graph.ops):
-        if op.autocast is None or op.autocast.endswith(":off") or not _casts(op):
-            continue
-        for fqn in dict.fromkeys((*op.parameters, *op.attributes)):
-            info = graph.tensors.get(fqn)
-            if info is not None and info.requires_grad and info.dtype == "float32":
-                users.setdefault((op.autocast, fqn), []).append(i)
-    for members in users.values():
-        groups.join(members, CAST)
+    users = (
+        ((graph.ops[i].autocast, fqn), i)
+        for fqn, i in _users(graph)
+        if _casts(graph.ops[i])
+        and graph.tensors[fqn].requires_grad
+        and graph.tensors[fqn].dtype == "float32"
+    )
+    groups.join_alike(users, CAST)
 
 
 def _casts(op: Op) -> bool:
-    return op.opaque or op.target.rpartition(".")[2].lower().replace("_", "") in _CASTING
+    on = op.autocast is not None and not op.autocast.endswith(":off")
+    return on and (op.opaque or op.target.rpartition(".")[2].lower().replace("_", "") in _CASTING)
