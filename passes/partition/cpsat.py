@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeAlias
 
-from pdcompile.cluster import message_seconds, slowest
+from pdcompile.cluster import slowest
 from pdcompile.passes.partition.bounds import crude_upper
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError, minimize
 from pdcompile.passes.partition.model import Flow, Model
@@ -177,11 +177,9 @@ class Loads:
         total: Linear = 0
         for e, flow in enumerate(self.model.flows):
             if self._carries(hop, kind, flow):
-                forward = (flow.forward_bytes, flow.forward_messages)
-                back = (flow.backward_bytes, flow.backward_messages)
-                size, messages = back if hop[0] > hop[1] else forward
+                seconds = flow.backward_seconds if hop[0] > hop[1] else flow.forward_seconds
                 once = self.model.problem.num_microbatches if kind == "final" else 1
-                if units := self.units(message_seconds(link, size, messages) * once):
+                if units := self.units(seconds(link) * once):
                     total = total + units * self.pair(e, near, far)
         return total
 
@@ -205,7 +203,7 @@ class IntegerProgram:
         self.paths: set[Path] = set()
         self.x = Thresholds.of(self.cp, model, upper)
         self.loads = Loads(self.cp, model, self.x, self.scale)
-        self.time = self.cp.new_int_var(0, self.units(upper), "time")
+        self.time = self.cp.new_int_var(0, self.loads.units(upper), "time")
         if self.x.possible:
             self.loads.limit_memory()
             if model.problem.objective == "bottleneck":
@@ -214,12 +212,9 @@ class IntegerProgram:
                 self._flush()
         self.cp.minimize(self.time)
 
-    def units(self, seconds: float) -> int:
-        return math.floor(seconds * self.scale)
-
     def below(self, seconds: float) -> None:
         """Only assignments that the relaxation puts at or below this remain."""
-        self.cp.add(self.time <= self.units(seconds))
+        self.cp.add(self.time <= self.loads.units(seconds))
 
     def _bottleneck(self) -> None:
         stages = range(self.model.num_stages)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 from pdcompile.cluster import Link, message_seconds
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import lattice
-from pdcompile.problem import PartitionProblem
+from pdcompile.problem import Item, PartitionProblem
 
+T = TypeVar("T", int, float)
 RUN = 64  # groups that are moved over a boundary together, at most
 
 
@@ -138,23 +140,20 @@ def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Mo
     for pair in problem.apart:
         if group_of[pair[0]] == group_of[pair[1]]:
             raise _inseparable(problem, pair)
-    items = problem.items
+    items = [[problem.items[i] for i in group] for group in members]
 
-    def total(value: Callable[[int], float]) -> tuple[float, ...]:
-        return tuple(sum(map(value, group)) for group in members)
+    def total(value: Callable[[Item], T]) -> tuple[T, ...]:
+        return tuple(sum(map(value, group)) for group in items)
 
     return Model(
         problem=problem,
         members=tuple(map(tuple, members)),
-        forward=total(lambda i: items[i].forward_seconds),
-        backward=total(lambda i: items[i].backward_seconds),
-        trainable_bytes=tuple(sum(items[i].trainable_bytes for i in group) for group in members),
-        frozen_bytes=tuple(
-            sum(items[i].parameter_bytes - items[i].trainable_bytes for i in group)
-            for group in members
-        ),
-        saved_bytes=tuple(sum(items[i].saved_bytes for i in group) for group in members),
-        workspace_bytes=tuple(max(items[i].workspace_bytes for i in g) for g in members),
+        forward=total(lambda one: one.forward_seconds),
+        backward=total(lambda one: one.backward_seconds),
+        trainable_bytes=total(lambda one: one.trainable_bytes),
+        frozen_bytes=total(lambda one: one.parameter_bytes - one.trainable_bytes),
+        saved_bytes=total(lambda one: one.saved_bytes),
+        workspace_bytes=tuple(max(one.workspace_bytes for one in group) for group in items),
         flows=_flows(problem, group_of),
         copies=tuple(
             Copy(ends, p.bytes, p.trainable)
@@ -235,11 +234,7 @@ def _ranges(
                 remedy="drop one of the pins",
             )
         lowest[group] = highest[group] = stage
-    parents, children = lattice.neighbours(n, pairs)
-    for group in range(n):
-        lowest[group] = max([lowest[group], *(lowest[a] for a in parents[group])])
-    for group in reversed(range(n)):
-        highest[group] = min([highest[group], *(highest[b] for b in children[group])])
+    narrow(lowest, highest, pairs)
     for group in range(n):
         if lowest[group] > highest[group]:
             raise InfeasibleError(
@@ -248,6 +243,14 @@ def _ranges(
                 remedy="pins must not decrease along the flow of data",
             )
     return tuple(lowest), tuple(highest)
+
+
+def narrow(lowest: list[int], highest: list[int], arcs: Sequence[tuple[int, int]]) -> None:
+    """Keep the ranges of stages to what these arcs leave, which are sorted."""
+    for a, b in arcs:
+        lowest[b] = max(lowest[b], lowest[a])
+    for a, b in reversed(arcs):
+        highest[a] = min(highest[a], highest[b])
 
 
 def single_moves(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from pdcompile.passes.partition import lattice
-from pdcompile.passes.partition.model import Model
+from pdcompile.passes.partition.model import Model, narrow
 
 Literal: TypeAlias = Any  # True, False or a literal of CP-SAT
 
@@ -123,10 +123,7 @@ def tightened(model: Model, upper: float) -> tuple[list[int], list[int]]:
         lowest[v] = max(lowest[v], _first(ahead, speeds, room))
     for v, behind in enumerate(lattice.accumulated(after, work, from_end=True)):
         highest[v] = min(highest[v], model.num_stages - 1 - _first(behind, speeds[::-1], room))
-    for a, b in sorted(model.arcs):
-        lowest[b] = max(lowest[b], lowest[a])
-    for a, b in sorted(model.arcs, reverse=True):
-        highest[a] = min(highest[a], highest[b])
+    narrow(lowest, highest, model.arcs)
     return lowest, highest
 
 

@@ -83,17 +83,13 @@ class Path:
     @cached_property
     def open_work(self) -> Array:
         """Work that may lie on a stage with the interval."""
-        begun, ended = self._upto(self.work)
-        result: Array = np.maximum(begun[None, :] - ended[:, None], 0.0)
+        begun, ended = (
+            np.bincount(self.low, self.work, self.size + 2).cumsum(),
+            self.before(self.work),
+        )
+        begun[self.size], ended[0] = self.work.sum(), 0.0  # all before the last boundary
+        result: Array = np.maximum(begun[None, : self.size + 1] - ended[:, None], 0.0)
         return result
-
-    def _upto(self, row: Sequence[float] | Array) -> tuple[Array, Array]:
-        """Sums of what may lie before each boundary, and of what surely does: nothing before the
-        first one, all before the last one."""
-        begun = np.bincount(self.low, row, self.size + 2).cumsum()[: self.size + 1]
-        ended = self.before(row)
-        begun[-1], ended[0] = np.sum(row), 0.0
-        return begun, ended
 
     @cached_property
     def hidden(self) -> Array:
