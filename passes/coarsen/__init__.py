@@ -20,10 +20,8 @@ from pdcompile.passes.partition.space.no_plan import refuse_contradictions
 from pdcompile.problem import (
     ANY_CUT,
     ONE_GROUP,
-    OUTPUT_WISH,
     PartitionProblem,
     StageLimits,
-    Wish,
 )
 from pdcompile.problem.constraints import Constraint
 from pdcompile.units import format_seconds
@@ -65,9 +63,7 @@ def coarsen(
     moved_seconds = join_neutral(graph, groups, b, wishes.marks(groups))
     assembly = Assembly.of(graph, groups, b)
     given = wishes.bind(assembly.item_of, len(stages), groups)
-    output = (assembly.output_item, len(stages) - 1)
-    assembly.check_output_pin(dict(pin for wish in given for pin in wish.pins), len(stages) - 1)
-    given = (*given, Wish(OUTPUT_WISH, pins=(output,)))
+    given = (*given, assembly.output_wish(given, len(stages) - 1))
     problem = PartitionProblem(
         items=assembly.items(),
         traffic=assembly.traffic(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -55,13 +56,10 @@ class Constraints:
 
     def marks(self, groups: Groups) -> dict[int, frozenset[int]]:
         """For each group the numbered patterns that it is subject to."""
-        marks: dict[int, set[int]] = {}
-        count = 0
-        for _, found in self.matched:
-            for ops in found:
-                count += 1
-                for i in ops:
-                    marks.setdefault(groups.find(i), set()).add(count)
+        marks = defaultdict[int, set[int]](set)
+        for number, ops in enumerate(ops for _, found in self.matched for ops in found):
+            for i in ops:
+                marks[groups.find(i)].add(number)
         return {group: frozenset(numbers) for group, numbers in marks.items()}
 
     def bind(self, item_of: Sequence[int], num_stages: int, groups: Groups) -> tuple[Wish, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +12,7 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, TensorInfo, walk
 from pdcompile.passes.coarsen.spans import Groups, arcs_between
 from pdcompile.passes.partition.lattice import by_priority, neighbours
-from pdcompile.problem import Item, SharedParameter, Traffic
+from pdcompile.problem import OUTPUT_WISH, Item, SharedParameter, Traffic, Wish
 
 
 @dataclass
@@ -25,36 +26,48 @@ class Assembly:
 
     @staticmethod
     def of(graph: OpGraph, groups: Groups, b: int) -> Assembly:
-        members = groups.members()
-        order = _topological(graph, groups, members)
-        item_of = [0] * (len(graph.ops) + 1)
-        for item, root in enumerate(order):
-            for i in members[root]:
+        """Kahn's algorithm; of ready groups that one whose last op comes first in the graph.
+
+        The last op, not the first: a group whose ops are spread keeps its place at the end of its
+        span, and a chain of single ops keeps the order of the graph.
+        """
+        size, members = len(graph.ops) + 1, groups.members()
+        last = [members.get(root, [0])[-1] for root in range(size)]
+        ready = by_priority(*neighbours(size, arcs_between(graph, groups)), last)
+        assert len(ready) == size, "groups form a cycle"
+        ordered = [members[root] for root in ready if root in members]
+        item_of = [0] * size
+        for item, own in enumerate(ordered):
+            for i in own:
                 item_of[i] = item
-        return Assembly(graph, b, [members[root] for root in order], item_of)
+        return Assembly(graph, b, ordered, item_of)
 
     @property
     def output_item(self) -> int:
         return self.item_of[len(self.graph.ops)]
 
-    def check_output_pin(self, pins: dict[int, int], last: int) -> None:
-        """Pin the output's item to the last stage, unless the user wants it elsewhere."""
-        if pins.setdefault(self.output_item, last) != last:
+    def output_wish(self, given: Iterable[Wish], last: int) -> Wish:
+        """The pin of the output's item to the last stage; refused if it is wanted elsewhere."""
+        pins = dict(pin for wish in given for pin in wish.pins)
+        if pins.get(self.output_item, last) != last:
             names = [op.name for op in self._ops(self.output_item)]
             raise InfeasibleError(
                 f"{names} make the loss or the model's output and run on the last stage, {last}, "
                 f"but are pinned to stage {pins[self.output_item]}",
                 remedy="remove that pin",
             )
+        return Wish(OUTPUT_WISH, pins=((self.output_item, last),))
 
     def items(self) -> tuple[Item, ...]:
         names = self._names()
-        held = self._held_by_one()
-        found = []
+        held, found = defaultdict[int, list[TensorInfo]](list), []
+        for info, items in self._holders:
+            if len(items) == 1:
+                held[min(items)].append(info)
         for item in range(len(self.groups)):
             ops = self._ops(item)
             costs = [op.cost or OpCost() for op in ops]
-            own = held.get(item, [])
+            own = held[item]
             found.append(
                 Item(
                     name=names[item],
@@ -117,19 +130,13 @@ class Assembly:
                 items.setdefault(fqn, set()).add(self.item_of[i])
         return [(info, items[fqn]) for fqn, info in self.graph.tensors.items() if fqn in items]
 
-    def _held_by_one(self) -> dict[int, list[TensorInfo]]:
-        found: dict[int, list[TensorInfo]] = {}
-        for info, items in self._holders:
-            if len(items) == 1:
-                found.setdefault(next(iter(items)), []).append(info)
-        return found
-
     def _ops(self, item: int) -> list[Op]:
         return [self.graph.ops[i] for i in self.groups[item] if i < len(self.graph.ops)]
 
     def _names(self) -> list[str]:
         """The module path of the costliest op, with the op where the path is not enough."""
-        chosen = [_main(self._ops(item)) for item in range(len(self.groups))]
+        every = map(self._ops, range(len(self.groups)))
+        chosen = [max(ops, key=op_seconds, default=None) for ops in every]
         paths = Counter(op.module_path for op in chosen if op is not None)
         names: list[str] = []
         taken: set[str] = set()
@@ -151,23 +158,6 @@ def _trainable(info: TensorInfo) -> bool:
     return info.kind == "parameter" and info.requires_grad
 
 
-def _main(ops: list[Op]) -> Op | None:
-    def seconds(op: Op) -> float:
-        return op.cost.forward_seconds + op.cost.backward_seconds if op.cost else 0.0
-
-    return max(ops, key=seconds, default=None)
-
-
-def _topological(graph: OpGraph, groups: Groups, members: dict[int, list[int]]) -> list[int]:
-    """Kahn's algorithm; among the ready groups the one whose last op comes first in the graph.
-
-    The last op, not the first: a group whose ops are spread keeps its place at the end of its
-    span, and a chain of single ops keeps the order of the graph.
-    """
-    roots = list(members)
-    index = {root: i for i, root in enumerate(roots)}
-    arcs = [(index[a], index[b]) for a, b in arcs_between(graph, groups)]
-    last = [members[root][-1] for root in roots]
-    order = [roots[i] for i in by_priority(*neighbours(len(roots), arcs), last)]
-    assert len(order) == len(members), "groups form a cycle"
-    return order
+def op_seconds(op: Op) -> float:
+    """Forward and backward of one op, by its cost."""
+    return op.cost.forward_seconds + op.cost.backward_seconds if op.cost else 0.0

@@ -23,6 +23,7 @@ import numpy as np
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.ir.graph import OpGraph
+from pdcompile.passes.coarsen.items import op_seconds
 from pdcompile.passes.form.module_tree import ancestors
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.answer import claimed
@@ -59,8 +60,7 @@ def units(graph: OpGraph, problem: PartitionProblem, most_seconds: float) -> tup
             inside = [*run]
             if not path or all(_numbered(paths[i][depth + 1 :]) for i in inside):
                 continue
-            costs = [(graph.ops[i].name, graph.ops[i].cost) for i in inside]
-            busy = {name: c.forward_seconds + c.backward_seconds for name, c in costs if c}
+            busy = {graph.ops[i].name: op_seconds(graph.ops[i]) for i in inside}
             items = {item_of[name] for name, seconds in busy.items() if seconds > 0}
             if len(items) > 1 and sum(busy.values()) <= most_seconds:
                 found.append(tuple(sorted(items)))
@@ -240,7 +240,7 @@ class Borders:
         on, owned, m = self.plan.deployment, segments.byte_tables[1], self.plan.m
         once = self.update(1 << 30) / (1 << 30) if self.update and on.flush else 0.0
         ahead = on.flush * (segments.forward + segments.backward)[0][:, None] / max(on.speeds)
-        loads, own = segments.loads(on, stages), self.plan.times.loads(m)
+        loads, own = segments.loads(on), self.plan.times.loads(m)
         last = once and m * max(own) + segments.backward[:, -1:] / max(on.speeds)
         each = [*zip(loads, stages, strict=True)]
         yield [np.maximum(ahead + m * load, last) + once * owned / on.speeds[s] for load, s in each]

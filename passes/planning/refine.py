@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pdcompile.ir.graph import Op, OpGraph
+from pdcompile.passes.coarsen.items import op_seconds
 from pdcompile.passes.profile.stage_times import StageTimes
 from pdcompile.plan import Plan
 
@@ -150,11 +151,6 @@ def _rescaled(op: Op, factor: float) -> Op:
             backward_seconds=op.cost.backward_seconds * factor,
         ),
     )
-
-
-def op_seconds(op: Op) -> float:
-    """Forward and backward of one op, by its cost."""
-    return op.cost.forward_seconds + op.cost.backward_seconds if op.cost else 0.0
 
 
 def _beyond_chance(ratio: float) -> float:
