@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -333,11 +333,7 @@ def _crossing(model: Model) -> list[float]:
             size = flow.forward_bytes + flow.backward_bytes
             steps[flow.sources[0] + 1] += size
             steps[max(flow.sinks) + 1] -= size
-    total, result = 0.0, []
-    for step in steps:
-        total += step
-        result.append(total)
-    return result
+    return list(accumulate(steps))
 
 
 def all_ideals(

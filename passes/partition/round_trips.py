@@ -164,7 +164,7 @@ def likely_groups(
         OutOfTimeError: the budget ended first.
     """
     count, m = len(on.ranks), on.num_microbatches
-    every, depths = Coefficients.of(on, range(count)), warmup_of(on.in_flight, count, m)
+    every, depths = Coefficients.of(on), warmup_of(on.in_flight, count, m)
     trips = Trips(segments, kind_of(on.schedule), on.flush, m, max(on.speeds), far)
 
     def turn_of(key: Key, _: StageDeployment) -> Turn:

@@ -51,20 +51,20 @@ class Coefficients:
     updates: int = 1
 
     @staticmethod
-    def of(on: Deployment, stages: Sequence[int]) -> list[Coefficients]:
-        """Those of some stages of a deployment, which follow each other."""
+    def of(on: Deployment) -> list[Coefficients]:
+        """Those of the stages of a deployment."""
 
         def hop(a: int, b: int) -> Link:
             same = on.ranks[a] == on.ranks[b]
             return StageLimits() if same else on.link(on.ranks[a][0], on.ranks[b][0])
 
-        hops = [StageLimits(), *starmap(hop, pairwise(stages)), StageLimits()]
+        hops = [StageLimits(), *starmap(hop, pairwise(range(len(on.ranks)))), StageLimits()]
         return [
             Coefficients(
                 on.speeds[s], StageDeployment(len(on.ranks[s]), on.recompute[s]), into, out,
                 not on.half_duplex[s], on.limits[s], on.holdings[s],
             )
-            for s, (into, out) in zip(stages, pairwise(hops), strict=True)
+            for s, (into, out) in enumerate(pairwise(hops))
         ]  # fmt: skip
 
 
@@ -83,8 +83,7 @@ class Segments:
     @cached_property
     def stages(self) -> list[Coefficients]:
         """Coefficients of the problem's own stages."""
-        problem = self.model.problem
-        return Coefficients.of(Deployment.straight(problem), range(len(problem.stages)))
+        return Coefficients.of(Deployment.straight(self.model.problem))
 
     @cached_property
     def inside(self) -> Bool:
@@ -153,10 +152,9 @@ class Segments:
         """The same of a stage of the problem."""
         return self.load(self.stages[stage])
 
-    def loads(self, on: Deployment, stages: Sequence[int]) -> list[Matrix]:
-        """The same of stages of a deployment; infinite where one lacks memory."""
-        every = Coefficients.of(on, stages)
-        return [np.where(self.fits(one), self.load(one), np.inf) for one in every]
+    def loads(self, on: Deployment) -> list[Matrix]:
+        """The same of the stages of a deployment; infinite where one lacks memory."""
+        return [np.where(self.fits(one), self.load(one), np.inf) for one in Coefficients.of(on)]
 
     def fits(self, on: Coefficients, rows: slice = ALL) -> Bool | bool:
         """True for what keeps the limit of a rank by the formula."""
@@ -167,8 +165,7 @@ class Segments:
 
     def bytes(self, held: Holding, rows: slice = ALL) -> Matrix:
         """Bytes of one rank of a stage, by `Evaluation.memory`'s formula."""
-        updated = held.gradient_buffers + held.optimizer_factor
-        weights = held.versions / held.readers, updated, 1 / held.readers
+        weights = held.versions / held.readers, held.updated, 1 / held.readers
         counts = *weights, held.saved, held.received, held.returned, 1
         parts = (n * table[rows] for n, table in zip(counts, self.byte_tables, strict=True) if n)
         total: Matrix = sum(parts)  # type: ignore[assignment]

@@ -59,7 +59,11 @@ def plan_of(found: Evaluation, training: Training, *, merge: bool = False) -> Pl
                 step_bytes=training.step_bytes(updated_sizes(problem, stage_of, s)),
             )
         )
-    tied = _tied(problem, stage_of)
+    holders = [(p, tuple(sorted({stage_of[i] for i in p.items}))) for p in problem.shared]
+    tied = tuple(
+        TiedParameter(one.fqn, held, one.bytes) for one, held in holders
+        if one.trainable and len(held) > 1
+    )  # fmt: skip
     edges = _edges(problem, stage_of, merge)
     return Plan("", tuple(stages), edges, tied, training, "", NOT_CERTIFIED)
 
@@ -95,12 +99,3 @@ def _edges(problem: PartitionProblem, stage_of: Sequence[int], merge: bool) -> t
             size = value.forward_bytes + (found[key].bytes if key in found else 0)
             found[key] = Edge(value.value, source, targets, size, gradient)
     return tuple(found.values())
-
-
-def _tied(problem: PartitionProblem, stage_of: Sequence[int]) -> tuple[TiedParameter, ...]:
-    holders = [(p, tuple(sorted({stage_of[i] for i in p.items}))) for p in problem.shared]
-    return tuple(
-        TiedParameter(one.fqn, stages, one.bytes)
-        for one, stages in holders
-        if one.trainable and len(stages) > 1
-    )

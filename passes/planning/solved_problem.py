@@ -77,13 +77,9 @@ def candidate_of(plan: Plan, where: str = "plan.json") -> Candidate:
 def extra_warmup(plan: Plan) -> int:
     """Depth of the plan's warm-up beyond the least (`extra` of `warmup`); 0 when odd."""
     training, replicas = plan.training, tuple(stage.replicas for stage in plan.stages)
-    for extra in range(MOST_EXTRA + 1):
-        depths = warmup(
-            training.schedule, len(replicas), training.num_microbatches, replicas, extra
-        )
-        if depths == training.warmup:
-            return extra
-    return 0
+    own = training.schedule, len(replicas), training.num_microbatches, replicas
+    same = (n for n in range(MOST_EXTRA + 1) if warmup(*own, n) == training.warmup)
+    return next(same, 0)
 
 
 def choices_of(plan: Plan) -> dict[str, Any]:

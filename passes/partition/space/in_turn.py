@@ -138,9 +138,8 @@ class StagesInTurn:
         """Loads of the stages, by the shares of all work that they are to have, within so many
         bytes of each."""
         again = True in self.space.recompute if limits else self._again
-        on, stages = self.on(again=again), range(len(self.counts))
-        on = replace(on, limits=[(limits or {}).get(s) for s in stages])
-        loads = segments.loads(on, stages)
+        own = [(limits or {}).get(s) for s in range(len(self.counts))]
+        loads = segments.loads(replace(self.on(again=again), limits=own))
         if shares is not None:
             loads = [load / share for load, share in zip(loads, shares, strict=True)]
         if (last := self.prepared.last(segments.model)) is not None:

@@ -51,8 +51,7 @@ def setting_bound(part: Part, within: tuple[float, float], late: Late) -> float:
         r = widest.get(option.replicas, option.replicas)
         depth = least_depth(setting, r, after, ranks, straight, None)
         rank = holding(setting, replace(option, replicas=r), depth, depth, depth, cluster)
-        weights = rank.versions / rank.readers + rank.gradient_buffers
-        return weights + rank.optimizer_factor, rank.saved
+        return rank.versions / rank.readers + rank.updated, rank.saved
 
     @cache
     def ring(replicas: int) -> Link:

@@ -42,7 +42,7 @@ def rules_of(path: Path, depths: Sequence[int]) -> StageRules:
 
     def held(_: StageDeployment, after: int) -> tuple[float, int]:
         able = list(map(problem.holding, range(count - after)))
-        trained = min(t.versions + t.gradient_buffers + t.optimizer_factor for t in able)
+        trained = min(t.versions + t.updated for t in able)
         return trained, min(t.saved for t in able)
 
     return StageRules(
