@@ -171,7 +171,7 @@ class PlanSearch:
     def improve(self) -> None:
         """Move groups of the best candidate over a boundary as long as that helps."""
         trials, left, kept = self.trials, MAX_MOVES, 0.0
-        moved = not (self.sketch and self._large)
+        moved = not self.sketch or self._prepared(self.space.microbatches[0]).complete
         gain = EXACT if trials.found and trials.quick(trials.best) else GAIN
         if self.tolerance > 0 and trials.found and not self.sketch:
             kept = 2 * trials.making(trials.best, anew=True)  # of a cut at borders, if it is faster
@@ -196,18 +196,17 @@ class PlanSearch:
         if why not in self.unproved:
             self.unproved.append(why)
 
-    @property
-    def _large(self) -> bool:
-        """True if not all cuts are tried."""
-        return not self._prepared(self.space.microbatches[0]).complete
-
     # -- problems ----------------------------------------------------------------------------
 
     def _prepared(self, m: int) -> PreparedProblem:
         if m not in self.prepared:
             most, wanted = len(self.cluster.devices), self.space.stages
             problem = self.problem_at(m)
-            _refuse_numbers(self.space, problem)
+            if wanted is None and _numbered(problem):
+                raise ConfigError(
+                    "constraints name stages by number, and the number of stages is open",
+                    remedy="say how many stages there are to be: stages=4",
+                )
             tables = most * len(self.space.menu(self.space.counts(most))) * (wanted or 1)
             self.prepared[m] = PreparedProblem(problem, tables, wanted)
         return self.prepared[m]
@@ -379,14 +378,6 @@ def even_cut(problem: PartitionProblem) -> list[int]:
     seconds = [item.forward_seconds + item.backward_seconds for item in problem.items]
     count, whole = len(problem.stages), sum(seconds) or 1.0
     return [min(int(count * before / whole), count - 1) for before in accumulate(seconds)]
-
-
-def _refuse_numbers(space: SearchSpace, problem: PartitionProblem) -> None:
-    if space.stages is None and _numbered(problem):
-        raise ConfigError(
-            "constraints name stages by number, and the number of stages is open",
-            remedy="say how many stages there are to be: stages=4",
-        )
 
 
 def _numbered(problem: PartitionProblem) -> bool:

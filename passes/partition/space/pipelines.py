@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.alternatives import seconds_of
@@ -317,17 +317,23 @@ def filled(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> float:
 def neighbours(
     prepared: PreparedProblem, cluster: Cluster, candidate: Candidate, *, decide: bool
 ) -> Iterator[Candidate]:
-    """All that break nothing, the candidate itself not among them.
+    """All with groups over one boundary that break nothing, the candidate itself not among them.
 
     `decide`: where memory is lacking a stage recomputes; each cut also comes with recomputation
     nowhere else.
     """
-    seen = {candidate}
-    for one in _cuts(prepared, candidate):
-        for variant in _variants(prepared, cluster, one) if decide else (one,):
-            if variant not in seen and not violations(prepared.problem, cluster, variant):
-                seen.add(variant)
-                yield variant
+    model, count, seen = prepared.whole, len(candidate.options), {candidate}
+    bare = tuple(StageDeployment(option.replicas) for option in candidate.options)
+    stages = tuple(candidate.stage_of[members[0]] for members in model.members)
+    variants = dict.fromkeys((bare, candidate.options)) if decide else (candidate.options,)
+    cuts = chain((stages,), next_to(model.arcs, stages, count))
+    for moved, options in ((m, o) for m in cuts if len({*m}) == count for o in variants):
+        one = replace(candidate, stage_of=model.items_of(moved), options=options)
+        if decide:
+            one = recomputing(prepared.problem, cluster, one)
+        if one not in seen and not violations(prepared.problem, cluster, one):
+            seen.add(one)
+            yield one
 
 
 def likely_cuts(part: Part) -> Iterator[Candidate]:
@@ -340,21 +346,3 @@ def likely_cuts(part: Part) -> Iterator[Candidate]:
     if pipelines.bound() < math.inf:
         found = islice(pipelines.candidates(lambda: math.inf, MOST_BEGUN), CUTS)
         yield from islice((one for _, one in found if one is not None), 1)
-
-
-def _variants(
-    prepared: PreparedProblem, cluster: Cluster, candidate: Candidate
-) -> Iterator[Candidate]:
-    bare = tuple(StageDeployment(option.replicas) for option in candidate.options)
-    for options in (bare, candidate.options):
-        yield recomputing(prepared.problem, cluster, replace(candidate, options=options))
-
-
-def _cuts(prepared: PreparedProblem, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate, and its cut with groups over one boundary."""
-    model, count = prepared.whole, len(candidate.options)
-    yield candidate
-    stages = tuple(candidate.stage_of[members[0]] for members in model.members)
-    for moved in next_to(model.arcs, stages, count):
-        if len({*moved}) == count:
-            yield replace(candidate, stage_of=model.items_of(moved))

@@ -24,6 +24,9 @@ from pdcompile.problem.deployment import StageDeployment, stage_limits
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
+#: ranks, replica counts of a stage, and the number of stages if it is asked for or follows
+Shape = tuple[tuple[int, ...], tuple[int, ...], int | None]
+
 
 @dataclass
 class Branch(Part):
@@ -107,10 +110,7 @@ def branches(
             yield Branch(prepared, space, setting, seats, counts, stages)
 
 
-def _shapes(
-    cluster: Cluster, space: SearchSpace
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
-    """Ranks, replica counts of a stage, and the number of stages if it is asked for or follows."""
+def _shapes(cluster: Cluster, space: SearchSpace) -> Iterator[Shape]:
     if space.placement:
         yield from _places(cluster, space)
         return
@@ -125,9 +125,7 @@ def _shapes(
             yield ranks, counts, stages
 
 
-def _places(
-    cluster: Cluster, space: SearchSpace
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
+def _places(cluster: Cluster, space: SearchSpace) -> Iterator[Shape]:
     """The same, where ranks hold several stages: of all places, or of fewer with more replicas; one
     place alone is no pipeline."""
     places, kind = len(set(space.placement)), kind_of(space.schedules[0])
@@ -145,12 +143,8 @@ def _places(
 
 def _widths(space: SearchSpace, used: int) -> Iterator[tuple[tuple[int, ...], int | None]]:
     wanted = space.stages
-    if space.replicas == "any":
-        if wanted is None or wanted <= used:
-            yield space.counts(used), wanted
-        return
-    if isinstance(space.replicas, tuple):
-        if sum(space.replicas) == used:
+    if space.widths or space.replicas == "any":
+        if sum(space.widths) == used if space.widths else (wanted or 0) <= used:
             yield space.counts(used), wanted
         return
     for width in (1,) if space.straight else range(1, used + 1):

@@ -28,15 +28,13 @@ def arrangements(cluster: Cluster) -> tuple[tuple[tuple[int, ...], ...], bool]:
     classes: dict[Device, list[int]] = defaultdict(list)
     for rank, device in enumerate(cluster.devices):
         classes[device].append(rank)
-    count = math.factorial(len(cluster.devices)) if len(cluster.devices) < 1_000 else math.inf
-    if len(classes) > 1 and count != math.inf:
-        for ranks in classes.values():
-            count //= math.factorial(len(ranks))
-    if len(classes) == 1:
-        return (tuple(range(len(cluster.devices))),), True
-    if count <= MAX_ARRANGEMENTS:
-        return tuple(_all(tuple(map(tuple, classes.values())))), True
     every = range(len(cluster.devices))
+    if len(classes) == 1:
+        return (tuple(every),), True
+    if len(every) < 1_000:
+        alike = math.prod(math.factorial(len(ranks)) for ranks in classes.values())
+        if math.factorial(len(every)) // alike <= MAX_ARRANGEMENTS:
+            return tuple(_all(tuple(map(tuple, classes.values())))), True
     found = [tuple(every)]
     speeds = [device.speed for device in cluster.devices]
     limits = [device.memory_bytes for device in cluster.devices]
