@@ -20,13 +20,13 @@ def _folders() -> tuple[str, ...]:
     return tuple(f"{folder}/" for folder in (Path(__file__).parent, *found))
 
 
-_FOLDERS = _folders()
+FOLDERS = _folders()
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line that is neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_FOLDERS):
+    while frame is not None and frame.f_code.co_filename.startswith(FOLDERS):
         frame = frame.f_back
     if frame is None:
         warnings.warn(message, category, stacklevel=2)

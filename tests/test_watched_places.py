@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,7 @@ class Places(nn.Module):
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.steps = nn.ModuleDict({"a": nn.Tanh(), "b": nn.Linear(8, 8)})
         self.clamped, self.filled, self.slotted = 1.0, None, Slotted()
+        self.args = Namespace(rate=1.0, epoch=0)
         self.pair = ({"k": 1.0}, 2.0)
         self.shapes: dict[str, Any] = {}
         self.register_buffer("table", torch.ones(8))
@@ -57,6 +59,7 @@ class Places(nn.Module):
         for name in self.steps:
             x = self.steps[name](x)
         x = self.helper(x) * self.slotted.gain * self.pair[0]["k"] * getattr(self, "more", 1.0)
+        x = x * self.args.rate
         out: Tensor = self.last(x) * self.table.mean() * self.table.shape[0]
         return out
 
@@ -84,6 +87,7 @@ SEEN: dict[str, Callable[[Any, Any], Any]] = {
     "of the class": lambda m, _: setattr(type(m), "kind", 2.0),
     "a method of the class": lambda m, _: setattr(type(m), "helper", lambda self, x: x * 2),
     "a slot": lambda m, _: setattr(m.slotted, "gain", 2.0),
+    "a namespace of argparse": lambda m, _: setattr(m.args, "rate", 2.0),
     "a dict in a tuple": lambda m, _: m.pair[0].update(k=2.0),
     "order of submodules": lambda m, _: _reorder(m),
     "shape of a buffer's data": lambda m, _: setattr(m.table, "data", torch.ones(4)),
@@ -120,7 +124,7 @@ def test_what_eager_calls_fill_in_is_let_be() -> None:
         with torch.no_grad():
             model(x), twin(x)
         loss.weight.mul_(0.5)
-        model.epoch = twin.epoch = t
+        model.epoch = twin.epoch = model.args.epoch = t
         ours, theirs = (one.step(x, target=y).loss for one in (pipe, eager))
         assert float(ours) == float(theirs)
     assert not states_equal(pipe.full_state_dict(), eager.full_state_dict())

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from pdcompile.eager.modes import switching
+from pdcompile.eager.snapshot import roots
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.observer import OURS
 
@@ -36,20 +37,17 @@ Place = tuple[str, ...]
 class AttributeReads:
     """The places that were read: (module path, attribute, attribute of that object, …).
 
-    Modules of `loss_fn` have paths that begin with ``loss_fn``.
+    Modules of `loss_fn` have paths that begin with ``loss_fn``, as what its object has.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._read: set[Place] = set()
         self._own: set[Place] = set()  # assigned by forward before anything reads them
-        self._owners: dict[int, Place] = {}
-        self.classes: set[type] = set()
+        found = roots(model, loss_fn)
+        self._owners: dict[int, Place] = {id(one): (path,) for path, one in found.items()}
+        self._loss = found.get("loss_fn")
+        self.classes = {type(self._loss)} if is_plain_object(self._loss) else set()
         self._stack = ExitStack()
-        if isinstance(loss_fn, nn.Module):
-            for path, module in loss_fn.named_modules():
-                self._owners[id(module)] = (f"loss_fn.{path}" if path else "loss_fn",)
-        for path, module in model.named_modules():
-            self._owners[id(module)] = (path,)
         self._kept: list[Any] = []  # objects, so that an id means one of them
 
     @property
@@ -84,7 +82,9 @@ class AttributeReads:
 
         def write(owner: Any, name: str, value: Any) -> None:
             if id(owner) in self._owners and name != "training" and not switching():
-                before = getattr(owner, "__dict__", {}).get(name)
+                # An object that is no module may count its calls, as nothing undoes.
+                counts = owner is self._loss and not isinstance(owner, nn.Module)
+                before = None if counts else getattr(owner, "__dict__", {}).get(name)
                 self._assigned((*self._owners[id(owner)], name), before)
             put(owner, name, value)
 
@@ -118,6 +118,7 @@ def is_plain_object(value: Any) -> bool:
     if isinstance(value, _COMPARED_WHOLE):
         return False
     writable = kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE_TYPE
-    standard = kind.__module__.partition(".")[0] in sys.stdlib_module_names  # loggers, locks
+    home = kind.__module__.partition(".")[0]
+    standard = home in sys.stdlib_module_names - {"argparse"}  # loggers, locks
     has_attributes = hasattr(value, "__dict__") or "__slots__" in vars(kind)
     return bool(writable) and has_attributes and not standard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType, MemberDescriptorType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +39,16 @@ def attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = of_c
         return found.__get__(owner)
     except AttributeError:  # a slot that nothing was put into
         return MISSING
+
+
+def roots(model: torch.nn.Module, loss_fn: Any) -> dict[str, Any]:
+    """Modules of a model and of loss_fn, or the object that loss_fn is a method of, by path."""
+    while isinstance(loss_fn, partial | MethodType):
+        loss_fn = loss_fn.func if isinstance(loss_fn, partial) else loss_fn.__self__
+    found = {"loss_fn": loss_fn}
+    if isinstance(loss_fn, torch.nn.Module):
+        found = {f"loss_fn.{path}" if path else "loss_fn": m for path, m in loss_fn.named_modules()}
+    return found | dict(model.named_modules())
 
 
 def tensors_at(

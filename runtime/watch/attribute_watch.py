@@ -19,13 +19,19 @@ from pdcompile.eager.snapshot import (
     identical,
     of_class,
     restore,
+    roots,
     snapshot,
 )
 from pdcompile.errors import ConfigError
+from pdcompile.runtime.watch.reached import Reach
+from pdcompile.warn import warn
+
+_AS_TENSOR = "pass it as a tensor, to the model or in the target"
 
 
 class AttributeWatch:
-    """Values of the attributes that forward reads, in each mode of the model."""
+    """Values of the attributes that forward reads, in each mode of the model, and of the variables
+    that the functions of model and loss can read."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, compiled: Compiled) -> None:
         self._opaque = [path for one in compiled.interfaces for path in one.opaque]
@@ -50,6 +56,16 @@ class AttributeWatch:
                 self._values[other] = self._present()
             for one in before:
                 restore(one)
+        modules = {
+            (type(module), vars(module).get("forward")): (f"the model's {path}".rstrip(), module)
+            for path, module in model.named_modules()
+            if not self.runs_whole(path)
+        }
+        tables = [t for m in model.modules() for t in (m._forward_hooks, m._forward_pre_hooks)]
+        hooks = [("a hook", hook) for table in tables for hook in table.values()]
+        noted = [one for one in roots(model, loss_fn).values() if isinstance(one, nn.Module)]
+        reach = Reach([("loss_fn", loss_fn), *modules.values(), *hooks], noted)
+        self._reached = {one[:2]: (one, snapshot(one.value(), 2)) for one in reach.found}
 
     def runs_whole(self, path: str) -> bool:
         """True if a module is opaque, or inside of one: it shares containers with the model's."""
@@ -88,13 +104,28 @@ class AttributeWatch:
                 continue  # it was empty, and is filled in by calls
             found = difference(was, now, path, identical)
             if found is not None:
-                buffer = "make it a buffer (register_buffer), which may be written in place; or "
+                way = "make it a buffer (register_buffer), which may be written in place; or "
+                if path.startswith("loss_fn.") and not isinstance(owner, nn.Module):
+                    way = f"{_AS_TENSOR}; or "
                 own = not type(owner).__module__.startswith("torch.")
                 raise ConfigError(
                     f"forward reads this attribute, which was {_shown(was)} when the model was "
                     f"captured and is {_shown(now)} now: its value is part of the stages",
                     where=found,
-                    remedy=(buffer if own else "") + "compile the changed model anew",
+                    remedy=(way if own else "") + "compile the changed model anew",
+                )
+
+        for key, (one, was) in [*self._reached.items()]:
+            now = one.value()
+            if now is was or (isinstance(was, Contents) and not was.content):
+                continue
+            found = difference(was, now, one.name, identical)
+            if found is not None:
+                del self._reached[key]  # told once
+                warn(
+                    f"{found} was {_shown(was)} when the stages were made and is {_shown(now)} "
+                    f"now; {one.function} names it, and the stages keep the former value. To "
+                    f"change it from call to call {_AS_TENSOR}; else compile the model anew"
                 )
 
     def _present(self) -> list[Any]:
@@ -108,12 +139,9 @@ def owners(
     model: nn.Module, loss_fn: Any, places: Iterable[tuple[str, ...]]
 ) -> Iterator[tuple[Any, str, str, str]]:
     """The object of each place, the attribute's name, the whole path, and the module's."""
-    roots: dict[str, Any] = dict(model.named_modules())
-    if isinstance(loss_fn, nn.Module):
-        named = loss_fn.named_modules()
-        roots |= {f"loss_fn.{path}" if path else "loss_fn": one for path, one in named}
+    known = roots(model, loss_fn)
     for root, *names in places:
-        owner = roots.get(root, MISSING)
+        owner = known.get(root, MISSING)
         for name in names[:-1]:
             owner = attribute(owner, name)
         if owner is not MISSING and names[-1] != "training":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -332,7 +333,7 @@ def enter_inputs(
         if not isinstance(leaf, torch.Tensor):
             if type(leaf).__qualname__ == "BlockMask":  # by its text it is that of another function
                 raise refusals.error(refusals.BLOCK_MASK, path, path)
-            if is_plain_object(leaf) and not isinstance(leaf, Enum):
+            if is_plain_object(leaf) and not isinstance(leaf, Enum | Namespace):
                 raise refusals.error(refusals.OBJECT, f"{path} ({type(leaf).__name__})", path)
             leaves[path] = leaf
             if path != "target" or leaf is not None:
