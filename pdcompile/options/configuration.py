@@ -163,15 +163,21 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
         raise ConfigError(message, where="cluster", remedy=remedy)
     # Where the planner decides how many devices a stage has, some may be left.
     fixed = options.plan is not None or options.replicas not in SEARCHED
-    if len(cluster.devices) < ranks or (fixed and len(cluster.devices) > ranks):
-        shown = f"{stages} stages" + (f" on {ranks} ranks" if ranks != stages else "")
-        raise ConfigError(
-            f"{shown} on a cluster of {len(cluster.devices)} devices",
-            remedy=f"give a cluster of {ranks} devices"
-            if ranks != stages or kind_of(chosen_schedule(options)).written
-            else f"give stages={len(cluster.devices)} or a cluster of {stages} devices: "
-            "one stage a device" + _several(stages, len(cluster.devices)),
-        )
+    there, kind = len(cluster.devices), kind_of(chosen_schedule(options))
+    alike = options.replicas != "any"  # replicas of stages that share a rank
+    crowded = options.replicas in SEARCHED and stages > there
+    crowded = crowded and not (alike and kind.holds(-(-stages // there)))
+    if there < ranks or crowded or (fixed and there > ranks):
+        several = ranks != stages and not crowded
+        shown = f"{stages} stages" + (f" on {ranks} ranks" if several else "")
+        remedy = f"give a cluster of {ranks} devices"
+        if not several and not kind.written:
+            remedy = f"give stages={there} or a cluster of {stages} devices: one stage a device"
+            remedy += _several(stages, there)
+            remedy += "" if alike else ", with replicas='equal' (--replicas equal)"
+        elif isinstance(options.replicas, int) and there % stages == 0:
+            remedy += f", or replicas={there // stages} (--replicas {there // stages})"
+        raise ConfigError(f"{shown} on a cluster of {there} devices", remedy=remedy)
     return stages, cluster
 
 

@@ -135,6 +135,13 @@ def test_a_plan_of_stages_that_recompute_runs_and_is_explained(tmp_path: Path, c
     assert "recompute=(True, False, True) has 3" in " ".join(err.split())
 
 
+ON_TWO = (
+    "on a cluster of 2 devices remedy: give stages=2 or a cluster of 4 devices: one stage a "
+    "device; 2 stages on each run"
+)
+SEVERAL = "gpipe or interleaved or zb-v"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -144,12 +151,31 @@ def test_a_plan_of_stages_that_recompute_runs_and_is_explained(tmp_path: Path, c
         (("--microbatches", "2,9"), "9 microbatches of a minibatch of 8"),
         (("--warmup", "-1"), "--warmup -1 is not a valid value"),
         (("--max-staleness", "2"), "--max-staleness 2 is not a valid value"),
+        (("--schedule", "auto", "--stages", "4"), f"4 stages {ON_TWO} under schedule {SEVERAL}"),
+        (
+            ("--schedule", "gpipe", "--stages", "4", "--replicas", "any"),
+            f"4 stages {ON_TWO} under schedule {SEVERAL}, with replicas='equal'",
+        ),
+        (
+            ("--stages", "1", "--replicas", "3"),
+            "1 stages on 3 ranks on a cluster of 2 devices remedy: give a cluster of 3 devices, or "
+            "replicas=2 (--replicas 2)",
+        ),
     ],
 )
 def test_wishes_that_cannot_be(flags: tuple[str, ...], message: str, call: Call) -> None:
     code, _, err = call("plan", WORKLOAD, "--cluster", "2", "--costs", "estimated", *flags)
     assert code == 2
     assert message in " ".join(err.split())
+
+
+@pytest.mark.parametrize("more", [("--schedule", "gpipe"), ("--replicas", "equal")])
+def test_several_stages_a_rank_are_planned_as_the_remedy_says(
+    more: tuple[str, ...], call: Call
+) -> None:
+    flags = ("--stages", "4", "--schedule", "gpipe", "--cluster", "2", "--costs", "estimated")
+    code, _, err = call("plan", WORKLOAD, *flags, *more)
+    assert code == 0, err
 
 
 @pytest.mark.parametrize("counts", [(4, 8), (8, 4)])
