@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -256,3 +257,60 @@ def test_results_of_other_classes_that_share_memory_and_transforms_inside() -> N
     view = next(value for value in found.train.values.values() if value.shape[-1:] == (4,))
     linear = next(op.name for op in found.train.ops if op.module_path == "lin")
     assert view.storage == found.train.values[linear].storage
+
+
+class Balances(nn.Module):
+    """An expert that leaves a loss of its own, with a gradient, in several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.lin = nn.Linear(8, 8)
+        if "buffer" in way:
+            self.register_buffer("aux", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.lin(x)
+        if "opaque" in self.way and (y > 100).any():
+            y = y * 2
+        aux = (y**2).mean()
+        if "returned" in self.way:
+            return y, aux
+        if "in place" in self.way:
+            self.aux.copy_(aux.detach() if "detached" in self.way else aux)
+        else:
+            self.aux = aux
+        return y
+
+
+def _balanced(self: Any, x: Tensor) -> Tensor:
+    y = self.part(self.lin(x))
+    if "returned" in self.part.way:
+        return y[0] + y[1]  # type: ignore[no-any-return]
+    return y + self.part.aux  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("way", "message", "line"),
+    [
+        ("opaque", "changes the Python attribute part.aux", "self.aux = aux"),
+        ("opaque buffer", "leaves in the buffer part.aux", "self.aux = aux"),
+        ("buffer", "leaves in the buffer part.aux", "self.aux = aux"),
+        ("opaque buffer in place", "leaves in the buffer part.aux", "def forward"),
+        ("buffer in place", "leaves in the buffer part.aux", "def forward"),
+    ],
+)
+def test_a_loss_that_a_module_leaves_behind_is_refused(way: str, message: str, line: str) -> None:
+    model = make(_balanced, part=Balances(way))
+    with pytest.raises(TraceError, match=message) as caught:
+        captured(model)
+    assert "return out, aux" in (caught.value.remedy or "")
+    file, number = (caught.value.where or "").split(":")
+    assert file.endswith("test_opaque.py")
+    assert line in Path(__file__).read_text().splitlines()[int(number) - 1]
+    assert all(buffer.grad_fn is None for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("way", ["opaque returned", "", "buffer in place detached"])
+def test_a_loss_that_is_returned_or_set_where_nothing_is_opaque(way: str) -> None:
+    faithful(make(_balanced, part=Balances(way)))

@@ -36,7 +36,12 @@ from pdcompile.passes.trace.comparison.step_values import same
 from pdcompile.passes.trace.constants import shuffled
 from pdcompile.passes.trace.interceptors.flex_attention import refuse_backward
 from pdcompile.passes.trace.interceptors.generators import Sentinel, Unseeded
-from pdcompile.passes.trace.python_state import State, kept_buffers
+from pdcompile.passes.trace.python_state import (
+    State,
+    kept_buffers,
+    lines_of_assignments,
+    refuse_gradients,
+)
 from pdcompile.passes.trace.refusals import remedy
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.interceptor import patched
@@ -180,7 +185,8 @@ def probe(
     """
     with in_mode(subject.model, training):
         before = start = State(subject.model)
-        run = partial(_run, subject, paths=frozenset(paths))
+        assigned: dict[tuple[int, str], str] = {}
+        run = partial(_run, subject, paths=frozenset(paths), assigned=assigned)
         try:
             try:
                 found = run(flat)
@@ -191,13 +197,13 @@ def probe(
                 run = partial(run, hooks=False)  # torch.func transforms do not run below them
                 found = run(flat)
             # Changes outside of the opaque modules are checked by the recordings.
-            change = start.change({}, within=paths)
+            change = start.change(assigned, within=paths)
             if change is not None:
                 # Models set things up in their first call.  The second one, made from there, must
                 # be the same computation, and change nothing.
                 start = State(subject.model)
                 found = _repeated(run, flat, found, change)
-                if start.change({}, within=paths) is not None:
+                if start.change(assigned, within=paths) is not None:
                     raise change
             start.restore()
             _check_repeats(subject, paths, found, run(flat))
@@ -223,7 +229,12 @@ def _repeated(
 
 
 def _run(
-    subject: Subject, flat: FlatCall, *, paths: frozenset[str], hooks: bool = True
+    subject: Subject,
+    flat: FlatCall,
+    *,
+    paths: frozenset[str],
+    assigned: dict[tuple[int, str], str],
+    hooks: bool = True,
 ) -> Observed:
     model = subject.model
     leaves = copied(flat.leaves)
@@ -238,6 +249,7 @@ def _run(
             preserved_rng(),
             kept_buffers(model),
             watch.calls(),
+            lines_of_assignments(assigned, lambda: locate(None)[0]),
             python_draws.watched(sentinel.follow),
             flex_attention_uncompiled(),
             flex_attention_checked(refuse_backward),
@@ -248,7 +260,8 @@ def _run(
             watch,
             watch.functions,
         ):
-            model(*args, **kwargs)
+            output = model(*args, **kwargs)
+            refuse_gradients(model, subject.table.objects, output, assigned)
             sentinel.check(None, whole=True)
     except TraceError:
         raise

@@ -29,7 +29,12 @@ from pdcompile.passes.trace.constants import example_calls
 from pdcompile.passes.trace.global_state import emptied
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.opaque.probe import probe
-from pdcompile.passes.trace.python_state import State, write_rebound
+from pdcompile.passes.trace.python_state import (
+    State,
+    lines_of_assignments,
+    refuse_gradients,
+    write_rebound,
+)
 from pdcompile.passes.trace.refusals import (
     COMPILED,
     ForwardRaised,
@@ -190,6 +195,8 @@ class _Run:
                 for each in self._around():
                     stack.enter_context(each)
                 output, loss = run(subject.model, *self._arguments, subject.loss_fn, tape)
+            model, known, fake_of = subject.model, subject.table.objects, tape.fakes.fake_of
+            refuse_gradients(model, known, (output, loss), tape.assigned, fake_of)
         except TraceError as error:
             error.module_path = tape.failed
             raise
@@ -205,6 +212,7 @@ class _Run:
         return (
             *(interceptor.around() for interceptor in tape.interceptors),
             watched(tape),
+            lines_of_assignments(tape.assigned, tape.where),
             quiet_shape_errors(),
             gpu_autocast_anywhere(),
             layers,
@@ -361,9 +369,8 @@ def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:
 
 def watched(tape: Tape) -> AbstractContextManager[None]:
     """Patches calls that pass no torch function, so that the tape sees them: modules,
-    autograd.Function, TorchScript functions, assignments to modules."""
+    autograd.Function, TorchScript functions."""
     plain_call = nn.Module.__call__
-    plain_setattr = nn.Module.__setattr__
     plain_apply = vars(torch.autograd.Function)["apply"]
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -380,13 +387,8 @@ def watched(tape: Tape) -> AbstractContextManager[None]:
         )
         return self._torchdynamo_inline(*args, **kwargs)
 
-    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        tape.assigned.setdefault((id(self), name), tape.where())
-        plain_setattr(self, name, value)
-
     return patched(
         (nn.Module, "__call__", __call__),
-        (nn.Module, "__setattr__", __setattr__),
         (torch.jit.ScriptFunction, "__call__", run_inline),
         (torch.autograd.Function, "apply", classmethod(apply)),
     )
