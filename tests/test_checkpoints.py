@@ -265,8 +265,10 @@ def test_weights_alone(tmp_path: Path) -> None:
     train(pipe, 0, 2)
     pipe.save(tmp_path)
     other = pipeline("1f1b", 3, optimizer=partial(torch.optim.SGD, lr=0.1))
-    with pytest.raises(CheckpointError, match="state of AdamW, and this one is SGD"):
+    with pytest.raises(CheckpointError, match="state of AdamW, and this one is SGD") as caught:
         other.load(tmp_path)
+    (place,) = tmp_path.iterdir()
+    assert f"weights='{place}' (--weights, without --resume)" in (caught.value.remedy or "")
     assert other.position == Position(0)
     other.load(tmp_path, optimizer=False)
     assert not states_equal(other.full_state_dict(), pipe.full_state_dict())

@@ -90,13 +90,16 @@ def optimizer_loading(
     Raises:
         CheckpointError: it does not fit the optimizer.
     """
+    without = (
+        "; or load weights and position alone, with pipe.load(folder, optimizer=False), or weights "
+        f"alone, with weights='{contents.place}' (--weights, without --resume)"
+    )
     if not contents.manifest.optimizer:
         raise CheckpointError(
             f"the checkpoint has the state of no optimizer, and this one is "
             f"{type(optimizer).__name__}",
             where=str(contents.place),
-            remedy="make the optimizer that it was saved with, or load weights and position "
-            "alone: pipe.load(folder, optimizer=False)",
+            remedy="make the optimizer that it was saved with" + without,
         )
     names = names_of(tensors)
     known: dict[str, list[str]] = {}
@@ -113,4 +116,5 @@ def optimizer_loading(
         return named_loading(optimizer, names, groups, state, made)
     except InputError as error:
         where = f"{contents.place}: {error.where}"
-        raise CheckpointError(error.message, where=where, remedy=error.remedy) from error
+        remedy = f"{error.remedy}{without}"
+        raise CheckpointError(error.message, where=where, remedy=remedy) from error

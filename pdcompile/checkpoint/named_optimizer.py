@@ -190,8 +190,7 @@ def _chosen_values(
                     f"{two}: the checkpoint has the state of {other.kind}, and this one is "
                     f"{own.kind}",
                     where="param_groups",
-                    remedy="make the optimizer that it was saved with, or load weights and "
-                    "position alone: pipe.load(folder, optimizer=False)",
+                    remedy="make the optimizer that it was saved with",
                 )
             for key in _differing(sources[0].values, other.values):
                 if key not in RATES:

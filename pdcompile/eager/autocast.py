@@ -51,7 +51,8 @@ def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
     if name not in DTYPES:
         raise ConfigError(
             f"autocast={given!r} is not a dtype of an autocast region",
-            remedy="None, 'bfloat16', torch.bfloat16, torch.float16, or torch.autocast(…)",
+            remedy="bfloat16 or float16 (--autocast bfloat16); in Python also torch.bfloat16, "
+            "a torch.autocast(…), or None for no region",
         )
     return f"{device}:{name}"
 

@@ -51,7 +51,7 @@ def make(**options: Any) -> Reference:
         ({"optimizer": torch.optim.LBFGS}, "closure"),
         ({"grad_scaler": "fp16"}, "grad_scaler"),
         ({"autocast": "float"}, "not a dtype"),
-        ({"autocast": "fp16"}, "not a dtype"),
+        ({"autocast": "fp16"}, r"not a dtype(.|\n)*float16 \(--autocast bfloat16\)"),
         ({"nonsense": 1}, "nonsense"),
         ({"model": 3}, "must be a torch.nn.Module"),
         ({"model": nn.DataParallel(mlp())}, "wrapped"),
