@@ -69,6 +69,11 @@ def format_rate(bytes_per_second: float) -> str:
     return "unlimited" if math.isinf(bytes_per_second) else format_bytes(bytes_per_second) + "/s"
 
 
+def format_count(count: float) -> str:
+    """A whole number, or two digits of a small one: ``1,204``, ``0.12``."""
+    return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+
+
 def format_flops(count: float) -> str:
     """Three digits for a reader: ``6.44 GFLOP``."""
     units = [("FLOP", 1.0), *((f"{p}FLOP", float(f)) for p, f in _DECIMAL.items() if p)]

@@ -133,3 +133,39 @@ def test_a_resumed_run_counts_its_own_steps(target: str, call: Call, tmp_path: P
         assert re.search(r"\n1 step in .* s: [\d,]+ samples/s, [\d,]+ tokens/s\n", out)
     _, out, _ = call(*common, "--steps", "2")
     assert "the run was finished: 2 steps are done, as --steps says\n" in out
+
+
+def test_a_target_without_a_loss_is_refused_before_anything_is_planned(
+    tmp_path: Path, call: Call
+) -> None:
+    file = tmp_path / "pairs.py"
+    file.write_text(PAIRS)
+    code, _, err = call("run", f"{file}:build", "--steps", "1", "--cluster", "local:2")
+    assert code == 2
+    assert "a target was given, but there is no loss_fn to use it" in " ".join(err.split())
+    assert "graph" not in err
+    code, out, err = call("run", f"{file}:drawn", "--steps", "2", "--every", "1", "--json")
+    assert code == 0, err
+    torch.manual_seed(0)
+    first = torch.randn(4, 8).square().mean()
+    assert json.loads(out)["losses"]["0"] == pytest.approx(float(first))
+
+
+PAIRS = """
+import torch
+from torch import nn
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+    def forward(self, x):
+        return {"loss": (x * self.scale).square().mean()}
+
+def build():
+    return nn.Linear(8, 8), torch.ones(4, 8), None, lambda: [(torch.ones(4, 8), torch.ones(4, 8))]
+
+def drawn():
+    torch.manual_seed(0)
+    return Whole(), torch.ones(4, 8), None, lambda: ((torch.randn(4, 8), None) for _ in range(2))
+"""

@@ -12,6 +12,7 @@ from pdcompile.units import (
     exact_rate,
     exact_seconds,
     format_bytes,
+    format_count,
     format_flops,
     format_rate,
     format_seconds,
@@ -137,3 +138,9 @@ def test_more_digits_than_python_converts(parse: Callable[..., float], value: in
     with pytest.raises(ConfigError, match="too large") as caught:
         parse(amount)
     assert len(str(caught.value)) < 300
+
+
+def test_small_counts_are_not_nothing() -> None:
+    assert [format_count(one) for one in (0.1, 0.104, 9.96, 10.4, 12345.6)] == [
+        "0.1", "0.1", "10", "10", "12,346",
+    ]  # fmt: skip

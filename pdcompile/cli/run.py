@@ -109,8 +109,11 @@ def run(
     Checkpoints are in ./checkpoints unless --save names another folder.
     """
     from pdcompile import driver, files
+    from pdcompile.eager.randomness import preserved_rng
+    from pdcompile.options.option_checks import check_target
     from pdcompile.report import chrome
     from pdcompile.report.progress import compiling
+    from pdcompile.units import format_count
     from pdcompile.workload import load_target
 
     flags.check()
@@ -121,6 +124,9 @@ def run(
     more |= {"resume": saves.folder} if saves.resume else {}
     options = flags.to_options(workload, command_target=target, **more)
     inputs, expected = workload.example()
+    if options.loss_fn is None:  # said now, not when all is planned
+        with preserved_rng():
+            check_target(options, next(workload.stream())[1])
     pipe = driver.pipeline(workload.model, options)
     args, kwargs = call_of(inputs)
     pipe.prepare(*args, target=expected, **kwargs)
@@ -154,7 +160,9 @@ def run(
             **({} if saves.folder is None else {"checkpoint": done.checkpoint}),
             **({} if told.trace is None else {"trace": str(told.trace)}),
         },
-        ", ".join(f"{count / seconds:,.0f} {what}/s" for what, count in done.items.items()),
+        ", ".join(
+            f"{format_count(count / seconds)} {what}/s" for what, count in done.items.items()
+        ),
     )
 
 

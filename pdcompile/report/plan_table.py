@@ -16,7 +16,7 @@ from pdcompile.problem import BY_RULE, ONE_GROUP
 from pdcompile.report import labels
 from pdcompile.report.labels import Terminal, counted
 from pdcompile.schedule.registry import name_of
-from pdcompile.units import format_bytes, format_rate, format_seconds
+from pdcompile.units import format_bytes, format_count, format_rate, format_seconds
 
 LEDGER_LINES = tuple(
     (name, name.removesuffix("_bytes").replace("_", " ")) for name in MemoryLedger.__slots__
@@ -179,7 +179,7 @@ def forecast_line(plan: Plan) -> Text:
     turns = "; of stages side by side: in one process they take turns" if alone else ""
     return Text(
         f"forecast{source}: {format_seconds(forecast.step_seconds)} a step, "
-        f"{forecast.samples_per_second:,.0f} samples/s, "
+        f"{format_count(forecast.samples_per_second)} samples/s, "
         f"{100 * forecast.bubble:.1f} % idle, sent per step {sent}{turns}"
     )
 
