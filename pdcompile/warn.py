@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,13 +22,13 @@ def _folders() -> tuple[str, ...]:
 
 
 FOLDERS = _folders()
+_BETWEEN_FILES = (*FOLDERS, warnings.__file__)
+_SIZES = re.compile(r"\[[\d, ]+\]")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line that is neither ours nor torch's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(FOLDERS):
-        frame = frame.f_back
+    frame = _of_user()
     if frame is None:
         warnings.warn(message, category, stacklevel=2)
         return
@@ -41,14 +42,23 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     )
 
 
+def _of_user() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN_FILES):
+        frame = frame.f_back
+    return frame
+
+
 @contextmanager
 def each_once() -> Iterator[None]:
     """Shows a warning once for each place, while the context lasts.
 
     Python itself forgets what it has shown whenever filters change, which torch does on many
-    calls, and a model is called many times before it is captured.
+    calls, and a model is called many times before it is captured.  Sizes in a text make no other
+    warning, and what torch warns of below a line of ours or of a stage is shown at the user's.
     """
     seen: set[tuple[str, type[Warning], str, int]] = set()
+    told: set[tuple[str, type[Warning]]] = set()
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -60,9 +70,15 @@ def each_once() -> Iterator[None]:
             *rest: Any,
             **named: Any,
         ) -> None:
-            key = (str(message), category, filename, lineno)
-            if key not in seen:
+            text, place = _SIZES.sub("[]", str(message)), (filename, lineno)
+            if below := filename.startswith((*FOLDERS, "<pdcompile")):
+                frame = _of_user()
+                place = place if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+            key = (text, category, *place)
+            if key not in seen and not (below and (text, category) in told):
                 seen.add(key)
+                told.add((text, category))
+                filename, lineno = place
                 show(message, category, filename, lineno, *rest, **named)
 
         warnings.showwarning = first

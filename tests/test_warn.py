@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
@@ -69,6 +70,22 @@ def test_other_warnings_are_all_shown() -> None:
         warn("a")
     assert [str(one.message) for one in caught] == ["a", "b", "a"]
     assert {one.filename for one in caught} == {__file__}
+
+
+def test_what_torch_warns_of_is_told_once_at_the_line_of_the_loss() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pdcompile.compile(
+            model, torch.ones(8, 4), example_target=torch.ones(8, 1), loss_fn=loss_fn,
+            cluster=Cluster.local(2), optimizer=None, costs="estimated", microbatches=2,
+        )  # fmt: skip
+    (said,) = [one for one in caught if "broadcasting" in str(one.message)]
+    assert line_of(said) == "return F.mse_loss(output, target)"
+    assert "[4, 1]" in str(said.message)
 
 
 def test_warnings_may_be_errors() -> None:
