@@ -291,6 +291,13 @@ def _check_written(graph: OpGraph, tensors: Mapping[str, Tensor], *, several: bo
 
 def _missing(graph: OpGraph, flat: FlatCall, path: str) -> InputError:
     """The refusal of a call without this input; names one that the call has instead."""
+    inside = {name: one for name, one in flat.leaves.items() if name.startswith(f"{path}[")}
+    if inside and not any(isinstance(one, Tensor) for one in inside.values()):
+        return InputError(
+            "this input was a tensor when the model was captured, and is a container now",
+            where=path,
+            remedy=f"pass a tensor: torch.tensor({path}), of a list of numbers",
+        )
     if of_target(path):
         return InputError(
             "the target is missing", where=path, remedy="pass target=... to step: loss_fn needs it"
@@ -298,11 +305,12 @@ def _missing(graph: OpGraph, flat: FlatCall, path: str) -> InputError:
     known = {entry.path for entry in graph.inputs} | {name for name, _ in graph.constants}
     surplus = [name for name in flat.leaves if name not in known]
     given, _, _ = flat.unflatten()  # one container may have been passed for all arguments
+    near = did_you_mean(path, [] if inside else surplus)
     instead = f", and {some(surplus)} is there, which the first call did not have"
     return InputError(
         f"an input is missing{instead if surplus else ''}",
         where=path,
-        remedy=(f"write {path} in place of {surplus[0]}" if did_you_mean(path, surplus) else "")
+        remedy=(f"write {path} in place of {surplus[0]}" if near else "")
         or (as_one_argument(given[0]) if len(given) == 1 else "")
         or "pass it: a stage of this process reads it (pipe.needs lists all that it needs)",
     )

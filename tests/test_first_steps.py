@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import UserDict
 from typing import Any, ClassVar
 
@@ -51,12 +52,34 @@ def test_a_reduction_that_raises_is_named_with_what_it_was_given() -> None:
 
 @pytest.mark.parametrize(
     ("given", "remedy"),
-    [(torch.randn(4, 8), "there was no target"), ({"x": torch.randn(4, 8)}, r"step\(\*\*batch\)")],
+    [
+        (torch.randn(4, 8), "the target is missing: loss_fn raised"),
+        ({"x": torch.randn(4, 8)}, r"step\(\*\*batch\)"),
+    ],
 )
 def test_the_remedy_names_what_was_forgotten(given: Any, remedy: str) -> None:
     pipe = pdcompile.compile(nn.Linear(8, 8), loss_fn=nn.functional.mse_loss, costs="estimated")
-    with pytest.raises(PdcompileError, match=remedy):
+    with pytest.raises(PdcompileError, match=remedy) as caught:
         pipe.step(given)
+    if isinstance(given, torch.Tensor):
+        assert (caught.value.code, caught.value.where) == ("PDC-INPUT", "target")
+
+
+def test_a_loss_of_each_sample_is_refused_before_anything_is_said_of_sizes() -> None:
+    """Also where a microbatch of one sample has a loss of one number."""
+    loss_fn = nn.CrossEntropyLoss(reduction="none")
+    pipe = pdcompile.compile(nn.Linear(8, 8), loss_fn=loss_fn, costs="estimated", microbatches=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TraceError, match=r"of shape \(1,\)(.|\n)*reduce it"):
+            pipe.step(torch.randn(8, 8), target=torch.zeros(8, dtype=torch.int64))
+
+
+def test_a_batch_norm_without_momentum_says_so() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8))
+    pipe = pdcompile.compile(model, loss_fn=nn.functional.mse_loss, costs="estimated")
+    with pytest.warns(UserWarning, match=r"\(BatchNorm1d with momentum=None\)$"):
+        pipe.prepare(torch.randn(4, 8), target=torch.randn(4, 8))
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,9 @@ def test_unfit_minibatches_are_refused_before_they_run() -> None:
         (ids[:, :5], target, r"captured was int64 \(b, 16\)"),
         (ids, None, "target is missing"),
         (None, target, "an input is missing"),
+        (ids.tolist(), target, r"is a container now(.|\n)*torch.tensor\(ids\)"),
+        ({"a": ids}, target, r"an input is missing(.|\n)*step\(\*\*batch\)"),
+        (ids, target.tolist(), r"is a container now(.|\n)*torch.tensor\(target\)"),
         (ids, target[:3], "neither the batch size 8"),
     ]:
         with pytest.raises(InputError, match=words):

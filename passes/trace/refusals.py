@@ -226,8 +226,9 @@ def as_refusals(func: Any, boundary: CodeType | None) -> Iterator[None]:
 
 
 def name_of(func: Any) -> str:
-    """The name of a function in messages; runs no code of the user."""
-    return str(getattr(func, "__name__", type(func).__name__))
+    """The name of a function or a module of torch in messages; runs no code of the user."""
+    how = " with momentum=None" * (getattr(func, "__dict__", {}).get("momentum", 0) is None)
+    return str(getattr(func, "__name__", type(func).__name__)) + how
 
 
 def remedy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -245,8 +246,6 @@ def remedy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 def remedy_of_loss(target: Any) -> str:
     """The remedy for an error that loss_fn raised."""
-    if target is None:
-        return "there was no target: pass target=… to step (example_target= to compile)"
     if _numbers(target):
         return "the target is a list of numbers: pass a tensor, torch.tensor(target)"
     return "run model and loss_fn once on the example inputs and target without pdcompile"

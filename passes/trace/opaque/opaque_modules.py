@@ -18,6 +18,7 @@ from pdcompile.passes.stages.naming import below
 from pdcompile.passes.trace.preconditions import backward_hook, has_backward_hook
 from pdcompile.passes.trace.refusals import NeverOpaque
 from pdcompile.passes.trace.subject import Subject
+from pdcompile.passes.trace.tape.observer import NO_SOURCE
 from pdcompile.warn import warn
 
 OPAQUE_SHARE = 1 / 8  # of all parameters: modules with no more are opaque
@@ -101,7 +102,7 @@ def warn_of(subject: Subject, opaque: Opaque) -> None:
         reasons.setdefault(id(error), (error, []))[1].append(path)
     for error, paths in reasons.values():
         names = [f"{path!r} ({subject.table.classes[path][0]})" for path in paths]
-        place = f" ({error.where})" if error.where else ""
+        place = f" ({error.where})" if error.where not in (None, NO_SOURCE) else ""
         warn(f"captured as opaque: {some(names)}, because {error.message}{place}")
 
 

@@ -211,7 +211,7 @@ def find_loss(
         TraceError: loss_fn did not return a scalar tensor.
     """
     if given:
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        if not isinstance(loss, torch.Tensor) or loss.dim():
             what, remedy = _no_scalar(loss)
             raise TraceError(
                 f"loss_fn returned {what} instead of a scalar tensor",

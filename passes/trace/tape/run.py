@@ -17,7 +17,7 @@ from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_out
 from pdcompile.eager.autocast import OFF, autocast_region
 from pdcompile.eager.modes import in_mode, modes
 from pdcompile.eager.randomness import LOSS_PATH
-from pdcompile.errors import PdcompileError, TraceError
+from pdcompile.errors import InputError, PdcompileError, TraceError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Argument, Attr, GraphInput, OpGraph, Ref
 from pdcompile.ir.opaque import tensors_among
@@ -302,6 +302,11 @@ def run(
         what = "loss_fn" if tape.region == "loss" else "the model's forward"
         said = f"{what} raised {type(error).__name__}: {error}"
         lost = tape.region == "loss"
+        if lost and target is None:
+            hint = "pass target=… to step (example_target= to compile)"
+            raise InputError(
+                f"the target is missing: {said}", where="target", remedy=hint
+            ) from error
         hint = remedy_of_loss(target) if lost else remedy(args, kwargs)
         if type(error).__module__.startswith("torch._dynamo"):
             said, hint = f"{what} calls a function that torch.compile has made", COMPILED
