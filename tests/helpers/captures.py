@@ -150,7 +150,8 @@ def capture_once(
     """`capture`, shared by all calls with equal shapes of models that look alike.
 
     Only for those whose ops follow from their modules, numbers and shapes: those of `KNOWN`, and
-    classes with `captured_once`, without hooks.  Any other is captured each time.
+    classes with `captured_once`, without hooks but functions with it after a forward.  Any other
+    is captured each time.
     """
     if not all(_follows(module) for module in model.modules()):
         return capture(model, flat, layout, loss_fn, **options)
@@ -158,7 +159,7 @@ def capture_once(
     ties = {id(tensor): name for name, tensor in state.items()}
     key = (
         repr(model),
-        *(_numbers(module) for module in model.modules()),
+        *((_numbers(module), *module._forward_hooks.values()) for module in model.modules()),
         *((name, ties[id(t)], t.requires_grad, *_kind(t)) for name, t in state.items()),
         *((name, *_kind(leaf)) for name, leaf in flat.leaves.items()),
         *(repr(layout), loss_fn, *options.items()),
@@ -170,7 +171,9 @@ def capture_once(
 
 def _follows(module: nn.Module) -> bool:
     kind, own = type(module), vars(module)
-    hooks = [one for name, one in own.items() if name.endswith("_hooks")]
+    after = module._forward_hooks
+    hooks = [one for name, one in own.items() if name.endswith("_hooks") and one is not after]
+    hooks += [one for one in after.values() if not hasattr(one, "captured_once")]
     for tensor in module.parameters(recurse=False):
         hooks += [tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)]
     if "forward" in own or any(hooks):

@@ -59,6 +59,9 @@ def _half_more(module: Any, inputs: Any, output: Any) -> Any:
     return output * 1.5
 
 
+_half_more.captured_once = True  # type: ignore[attr-defined]
+
+
 def _twice(module: Any, inputs: Any, output: Any) -> Any:
     return output * 2
 
