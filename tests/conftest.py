@@ -42,12 +42,14 @@ _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what i
 
 @pytest.fixture(scope="session", autouse=True)
 def one_capture_a_model() -> Iterator[None]:
-    """`pdcompile.compile` captures a model that is like a known one once for all tests."""
+    """`pdcompile.compile` captures a model that is like a known one once for all tests, and files
+    of installed packages, which a capture beside a plan has digests of, are read once."""
     with pytest.MonkeyPatch.context() as patch:
         if "torch" in sys.modules:  # which not all tests need
-            from tests.helpers.captures import capture_once
+            from tests.helpers.captures import capture_once, digest_once
 
             patch.setattr("pdcompile.driver.capture", capture_once)
+            patch.setattr("pdcompile.passes.stages.capture_file._digest", digest_once)
         yield
 
 

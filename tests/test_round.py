@@ -131,8 +131,8 @@ def test_weights_move_over_the_link_of_each_rank(s: int, ranks: int, rates: list
     [
         (mlp, 2, {}),
         (unet, 3, {}),
-        (partial(gpt, layers=3, tied=True), 2, {"recompute": True}),
-        (partial(gpt, layers=3, tied=True, dropout=0.2), 3, {}),
+        (partial(gpt, tied=True), 2, {"recompute": True}),
+        (partial(gpt, tied=True, dropout=0.2), 3, {}),
         (mlp, 2, {"stages": 4}),
     ],
 )
@@ -151,7 +151,7 @@ def test_training_is_that_of_the_reference(build: Any, ranks: int, options: Any)
 @pytest.mark.parametrize(
     ("build", "ranks", "options"),
     [
-        (partial(gpt, layers=3, tied=True, dropout=0.2), 2, {"recompute": True}),
+        (partial(gpt, tied=True, dropout=0.2), 2, {"recompute": True}),
         (unet, 3, {"updates": "home"}),
         (mlp, 2, {"stages": 4}),
     ],
@@ -277,11 +277,12 @@ def test_weights_count_once_a_host(name: str) -> None:
 
 def test_a_plan_fits_where_weights_are_once() -> None:
     """Memory for half of the weights of all stages, and no more."""
-    plans = [compiled(mlp, cluster="1x2", updates=one).plan for one in ("every", "home")]
+    given: dict[str, Any] = {"cluster": "1x2", "stages": 3}
+    plans = [compiled(mlp, **given, updates=one).plan for one in ("every", "home")]
     most = [max(one.total_bytes for one in plan.forecast.ledgers) for plan in plans]
     assert most[1] < most[0]
     limit = (most[0] + most[1]) // 2
-    given = {"cluster": "1x2", "memory": limit}
+    given["memory"] = limit
     assert compiled(mlp, updates="home", **given).plan.forecast
     with pytest.raises(InfeasibleError):
         compiled(mlp, updates="every", **given)
@@ -297,7 +298,7 @@ def test_what_it_has_not() -> None:
     with pytest.raises(ConfigError, match="runs what comes to it next"):
         compiled(mlp, cluster=Cluster.local(2), replicas=2)
     with pytest.raises(ScheduleError, match="which have unlike ranks under 'round-2bw'"):
-        compiled(partial(gpt, layers=4, tied=True), cluster="1x2", stages=4, schedule="round-2bw")
+        compiled(partial(gpt, tied=True), cluster="1x2", stages=4, schedule="round-2bw")
     with pytest.raises(ConfigError, match="2 hosts, and under 'round'") as caught:
         compiled(mlp, cluster="2x2")
     assert "schedule='1f1b'" in str(caught.value.remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall, flatten_call, resize, resolve_batch
 from pdcompile.ir.graph import Capture, Op
+from pdcompile.passes.stages.capture_file import _digest
 from pdcompile.passes.trace import capture
 from tests.helpers import models
 from tests.helpers.fidelity import compare
@@ -193,3 +195,11 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
     if not isinstance(leaf, Tensor):
         return (leaf,)
     return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+
+
+def digest_once(path: str) -> str:
+    """The digest of a file, of one of an installed package as it was when it was first asked for."""
+    return _digest_of_package(path) if "site-packages" in path else _digest(path)
+
+
+_digest_of_package = cache(_digest)

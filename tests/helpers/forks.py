@@ -33,6 +33,7 @@ def end() -> None:
 # Builds of torch for CUDA bring it, and it complains at the end of a fork that it was not freed.
 sys.modules["triton"] = None  # type: ignore[assignment]
 
+import pytest  # noqa: E402, F401
 import torch  # noqa: E402
 
 import pdcompile  # noqa: E402
