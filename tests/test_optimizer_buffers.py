@@ -68,12 +68,12 @@ def eager(made: torch.nn.Module, limit: float, replicas: int = 1) -> dict[str, t
 def clipped_and_free() -> tuple[dict[str, torch.Tensor], ...]:
     """Weights in plain PyTorch with the limit and without one, and those of the reference."""
     reference = pdcompile.reference(
-        model(5), optimizer=partial(kimi.optimizer, limit=LIMIT),
+        model(4), optimizer=partial(kimi.optimizer, limit=LIMIT),
         schedule="1f1b", loss_fn=kimi.loss_fn, microbatches=4,
     )  # fmt: skip
     for x, y in BATCHES:
         reference.step(x, target=y)
-    return eager(model(5), LIMIT), eager(model(5), 1e9), reference.state_dict()
+    return eager(model(4), LIMIT), eager(model(4), 1e9), reference.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def clipped_and_free() -> tuple[dict[str, torch.Tensor], ...]:
     ids=["interleaved", "1f1b", "recomputed"],
 )
 def test_clipped_as_in_plain_pytorch(options: dict[str, Any]) -> None:
-    """One dense layer and four with experts; a clip that shrinks, by peaks of all microbatches."""
+    """One dense layer and three with experts; a clip that shrinks, by peaks of all microbatches."""
     expected, free, reference = clipped_and_free()
-    with compiled(model(5), **options) as pipe:
+    with compiled(model(4), **options) as pipe:
         for x, y in BATCHES:
             pipe.step(x, target=y)
         found = pipe.state_dict()
@@ -108,7 +108,7 @@ def test_muon_on_replicas_of_several_stages_a_rank(updates: str) -> None:
         parameters.buffer = lambda *_: torch.zeros(1)
         return kimi.optimizer(parameters)
 
-    made = model(5)
+    made = model(4)
     expected = eager(copy.deepcopy(made), 1e9, replicas=2)
     options = {"replicas": 2, "cluster": "1x4", "updates": updates, "optimizer": optimizer}
     with compiled(made, **options) as pipe:
