@@ -260,7 +260,7 @@ def test_checkpoints_from_homes_fit_any_other_plan(optimizer: str, tmp_path: Pat
     at_home = {"updates": "home", "replicas": 2}
     settings = [
         {**at_home, "stages": 2}, {"stages": 4}, {**at_home, "stages": 1, "parts": 2},
-        {"replicas": 2, "stages": 2}, {**at_home, "stages": 2},
+        {"replicas": 2, "stages": 2},
     ]  # fmt: skip
     checkpoints_fit(optimizer, settings, tmp_path)
 
