@@ -87,9 +87,7 @@ def test_replicas_recompute() -> None:
 )
 def test_how_many_stages_and_replicas_there_are(options: Any, ranks: Any) -> None:
     """Two stages a rank where nobody says; what is open the planner decides."""
-    pipe = compiled(
-        gpt, **{"schedule": "zb-v", "max_grad_norm": None, **options}
-    )
+    pipe = compiled(gpt, **{"schedule": "zb-v", "max_grad_norm": None, **options})
     plan = Plan.from_json(pipe.plan.to_json())
     assert [stage.ranks for stage in plan.stages] == ranks
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds

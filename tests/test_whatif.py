@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pdcompile.cli import main
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import ConfigError
 from pdcompile.plan import Plan
@@ -85,12 +87,21 @@ def test_devices_that_are_none(text: str) -> None:
         changed_cluster(HOSTS, Scenario(devices=text))
 
 
+@pytest.fixture(scope="module")
+def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a plan of two devices, with the capture beside it."""
+    folder = tmp_path_factory.mktemp("planned")
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", WORKLOAD, "--cluster", "1x2", *COSTS, "-o", str(folder / "plan.json")])
+    assert not stop.value.code
+    return folder
+
+
 @pytest.fixture
-def made(tmp_path: Path, call: Call) -> str:
-    """A plan of two devices, with the capture beside it."""
-    path = str(tmp_path / "plan.json")
-    assert call("plan", WORKLOAD, "--cluster", "1x2", *COSTS, "-o", path)[0] == 0
-    return path
+def made(planned_once: Path, tmp_path: Path) -> str:
+    """A copy of the plan, which a test may change."""
+    shutil.copytree(planned_once, tmp_path, dirs_exist_ok=True)
+    return str(tmp_path / "plan.json")
 
 
 def test_the_verb(made: str, tmp_path: Path, call: Call) -> None:

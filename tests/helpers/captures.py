@@ -198,7 +198,7 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
 
 
 def digest_once(path: str) -> str:
-    """The digest of a file, of one of an installed package as it was when it was first asked for."""
+    """The digest of a file, of one of an installed package as it was when it was first read."""
     return _digest_of_package(path) if "site-packages" in path else _digest(path)
 
 
