@@ -27,13 +27,13 @@ beside it at so many boundaries, and nobody surely waits for that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.cluster import Link
+from pdcompile.cluster import Link, ring_seconds
 from pdcompile.passes.partition import lattice
 from pdcompile.passes.partition.bounds import trips_in_turn
 from pdcompile.passes.partition.budget import Late
@@ -61,13 +61,16 @@ class Path:
         number = {v: n for n, v in enumerate(kept, start=1)}
         self.low, self.high = sides(model.num_groups, model.arcs, number, self.size)
         self.work = np.array(model.forward) + np.array(model.backward)
+        self.inside = cache(self._inside)
 
-    def inside(self, row: Sequence[float] | Array, *, every: bool) -> Array:
-        """The sum over groups that surely are on a stage with that interval.
+    def _inside(self, name: str, every: bool) -> Array:
+        """The sum of `work`, or of a field of the model, over groups that surely are on a stage
+        with that interval.
 
         Where `every` stage holds some of the path, the first one also has what nothing of the path
         is before, and the last one what nothing is behind.
         """
+        row = self.work if name == "work" else np.array(getattr(self.model, name), dtype=float)
         found = self._table(row)[::-1].cumsum(0)[::-1].cumsum(1)  # low from j + 1 on, high up to k
         rows, columns = np.arange(1, self.size + 2), np.arange(self.size + 1)
         if every:
@@ -170,7 +173,6 @@ class PathBound:
     rules: StageRules
     close: float = CLOSE
     floors: Sequence[float] = ()  # by ranks that hold nothing of the path, seconds known before
-    _tables: dict[tuple[bool, str], Array] = field(default_factory=dict)
 
     def least(self, lower: float, upper: float, late: Late) -> float:
         """Seconds from `lower` to `upper` that no pipeline is below; as close as time allows."""
@@ -222,7 +224,7 @@ class PathBound:
     ) -> Array:
         """[j, k]: work of a microbatch that the stage may do; −inf where it takes too long."""
         path, v = self.path, self._hops(after, lost).speed
-        surely, found = self._sure("work", lost), path.open_work
+        surely, found = path.inside("work", not lost), path.open_work
         fits = np.arange(path.size + 1)[:, None] < np.arange(path.size + 1)[None, :]
         for value, times in self._demands(option, after, lost, aside):
             left = seconds * (1 + 1e-12) - value
@@ -231,9 +233,9 @@ class PathBound:
                 found = np.minimum(found, surely + np.maximum(left, 0.0) * v / times)
         if self.rules.limit is not None:
             trained, saved = self.rules.held(option, after)
-            bytes_held = trained * self._sure("trainable", lost) + self._sure("frozen", lost)
-            bytes_held = bytes_held + saved * self._sure("saved", lost)
-            fits &= bytes_held <= self.rules.limit * (1 + 1e-12) + 0.5
+            parts = ("trainable_bytes", trained), ("frozen_bytes", 1), ("saved_bytes", saved)
+            held = sum(count * path.inside(name, not lost) for name, count in parts)
+            fits &= held <= self.rules.limit * (1 + 1e-12) + 0.5
         result: Array = np.where(fits, found, -np.inf)
         return result
 
@@ -251,9 +253,10 @@ class PathBound:
         """Seconds of each stage, and how much they grow at least with a second of other work."""
         rules, v, r = self.rules, self.rules.fastest, option.replicas
         hops = self._hops(after, lost)
-        f, w = (self._sure(name, lost) / hops.speed for name in ("forward", "backward"))
+        f, w = (self.path.inside(name, not lost) / hops.speed for name in ("forward", "backward"))
         w = w + option.again(1.0) * f
-        summed = self._reduction(r, lost) if r > 1 else np.zeros((1, 1))
+        sizes = self.path.inside("trainable_bytes", not lost)
+        summed = ring_seconds(rules.ring(r), sizes, r) if r > 1 else np.zeros((1, 1))
         if rules.stream:
             yield (f + w) / r, 1 / r
             if r > 1:
@@ -268,7 +271,7 @@ class PathBound:
         )
         yield down + share * (f + w) + summed, share
         again, ways = option.again(1.0) * f, self._ways(part, aside)[:, None] / v
-        home = part * self._sure("backward", lost) / hops.speed + again
+        home = part * self.path.inside("backward", not lost) / hops.speed + again
         before, behind = hops.before[:, None], hops.behind[None, :]
         ends = before + (hops.last[:, None] if after + 1 < rules.ranks else hops.last[None, :])
         yield down + up + share * (f + home) + ends, share if part == 1 else 0.0
@@ -287,24 +290,6 @@ class PathBound:
         behind = np.bincount(self.path.low, row, self.path.size + 2)[::-1].cumsum()[::-1]
         found: Array = np.concatenate(([row.sum()], behind[2:]))
         return np.maximum(found - aside, 0.0)
-
-    def _reduction(self, replicas: int, lost: int) -> Array:
-        link, rounds = self.rules.ring(replicas), 2 * (replicas - 1)
-        sizes = self._sure("trainable", lost)
-        result: Array = rounds * (sizes / replicas / link.bytes_per_second + link.latency_seconds)
-        return result
-
-    def _sure(self, name: str, lost: int) -> Array:
-        key = (lost == 0, name)
-        if key not in self._tables:
-            model = self.path.model
-            row = {
-                "work": self.path.work, "forward": model.forward, "backward": model.backward,
-                "trainable": model.trainable_bytes, "frozen": model.frozen_bytes,
-                "saved": model.saved_bytes,
-            }[name]  # fmt: skip
-            self._tables[key] = self.path.inside(np.array(row, dtype=float), every=lost == 0)
-        return self._tables[key]
 
 
 def groups_told_apart(ranks: int, rows: int, most: int = MOST) -> int:
