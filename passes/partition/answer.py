@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pdcompile.errors import CostError, InfeasibleError, PlanError
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.search import Progress, Search, solve
+from pdcompile.passes.partition.search import Progress, solve
 from pdcompile.passes.partition.space.no_plan import no_assignment
 from pdcompile.plan import NOT_CERTIFIED, Certificate
 from pdcompile.plan.embedded import unusable_numbers
@@ -72,21 +72,12 @@ def partition(
             if budget.stopped and not search.impossible:
                 raise KeyboardInterrupt
             raise no_assignment(problem, budget, seed, proved=search.impossible)
-        return _answer(search)
-
-
-def _answer(search: Search) -> tuple[Partition, Certificate]:
-    best = search.best
-    assert best is not None
-    for wrong in violations(search.problem, best.stage_of):
-        raise PlanError(f"internal error: the planner's answer fails its own check: {wrong}")
-    found = replace(
-        NOT_CERTIFIED,
-        prover=search.prover,
-        seconds=search.budget.spent,
-        scope=search.problem.scope,
-    )
-    return best, claimed(found, best.objective, search.bound)
+        for wrong in violations(problem, search.best.stage_of):
+            raise PlanError(f"internal error: the planner's answer fails its own check: {wrong}")
+        found = replace(
+            NOT_CERTIFIED, prover=search.prover, seconds=budget.spent, scope=problem.scope
+        )
+        return search.best, claimed(found, search.best.objective, search.bound)
 
 
 def claimed(

@@ -82,10 +82,6 @@ class Search:
     def proved(self) -> bool:
         return self.best is not None and self.upper - self.bound <= EQUAL * self.upper
 
-    @property
-    def late(self) -> bool:
-        return self.budget.late
-
     def news(self) -> None:
         """Wait for what is better than the plan and the bound that there are now."""
         self._known = self.upper, self.bound
@@ -135,7 +131,7 @@ def solve(
     if search.best is None:
         find_any(search)
     for step in (_bound, move_groups, prove):
-        if search.best is not None and not search.proved and not search.late:
+        if search.best is not None and not search.proved and not search.budget.late:
             step(search)
         if step is _bound:  # patience begins where plan and bound are those of a whole search
             search.news()
@@ -174,7 +170,7 @@ def cut_by_program(search: Search) -> None:
     if model.num_groups > FIRST:
         quick = contracted(model, FIRST, FIRST)
         run_program(search, Segments(quick, positions(quick)), None)
-        if search.late and search.best is not None:
+        if search.budget.late and search.best is not None:
             return
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, lambda: budget.late)
@@ -207,7 +203,7 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
     on = Deployment.straight(search.problem)
     shares = () if search.cut is None else tuple(search.cut.shares.tolist())
     for due, far in dict.fromkeys([((), True), (shares, True), (shares, False)]):
-        if search.late and len(segments.ideals) > FIRST:
+        if search.budget.late and len(segments.ideals) > FIRST:
             return
         if likely := likely_groups(segments, on, due, far=far, budget=budget):
             search.offer(likely, segments.model)
@@ -216,7 +212,7 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
 def find_any(search: Search) -> None:
     """Looks for any plan by CP-SAT, where there is none yet."""
     model = search.model
-    if search.impossible or search.late or _too_large(model):
+    if search.impossible or search.budget.late or _too_large(model):
         return
     try:
         groups = any_assignment(model, search.budget, search.seed)
@@ -230,7 +226,7 @@ def find_any(search: Search) -> None:
 
 def _bound(search: Search) -> None:
     """Bounds the objective along the heaviest path, and for any cut."""
-    late, upper = (lambda: search.late), search.upper
+    late, upper = (lambda: search.budget.late), search.upper
     bound = straight_bound(search.model, search.bound, upper, late, search.cut)
     search.prove(min(bound, upper), "linear program over critical paths")
 
@@ -242,7 +238,7 @@ def move_groups(search: Search) -> None:
     while best != search.groups and not search.proved:
         best = search.groups
         for moved in next_to(search.model.arcs, best, search.model.num_stages):
-            if search.late or search.budget.spent > late:
+            if search.budget.late or search.budget.spent > late:
                 return
             if search.offer(moved):
                 break
@@ -255,7 +251,7 @@ def prove(search: Search) -> None:
     program = IntegerProgram(search.model, search.upper)
     if search.problem.objective == "flush":
         program.add_path(path_of(search.problem, search.model.items_of(search.groups)))
-    while not search.proved and not search.late:
+    while not search.proved and not search.budget.late:
         limit = search.upper * (1 - 1e-7)  # nothing is said of what lies between this and upper
         program.below(limit)
         known = search._known

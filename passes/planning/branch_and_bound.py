@@ -121,7 +121,7 @@ class PlanSearch:
         sharing = [branch for space in self.space.sharing for branch in self._branches(space)]
         if not (self.space.cut_alone or self.space.placement):
             every = list(settings(self.space, self.training, len(self.cluster.devices)))
-            lines = FirstPlans(self.trials, self.space, every, self._prepared, sharing)
+            lines = FirstPlans(self.trials, self.space, every, sharing)
             lines.run()
             self.bounds = lines.bounds
         self._branch_and_bound(self._branches(self.space), ALONE if sharing else SEARCHING)

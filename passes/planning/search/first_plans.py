@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, product
@@ -16,13 +16,12 @@ from itertools import count, product
 import numpy as np
 
 from pdcompile.cluster import ring_seconds, slowest
-from pdcompile.passes.partition.space.candidates import evaluation
-from pdcompile.passes.partition.space.pipelines import Part, PreparedProblem
+from pdcompile.passes.partition.space.pipelines import Part
 from pdcompile.passes.partition.space.search_branches import Branch
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.setting_bound import setting_bound
 from pdcompile.passes.planning.search.trials import SURE, Trials
-from pdcompile.problem.space import Candidate, SearchSpace, Setting
+from pdcompile.problem.space import SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
 JUDGING, BOUNDING = 0.7, 0.75  # of the time, until plans are tried, and bounds sought
@@ -48,7 +47,6 @@ class FirstPlans:
     trials: Trials
     space: SearchSpace
     settings: list[Setting]
-    prepared_at: Callable[[int], PreparedProblem]
     sharing: Sequence[Branch] = ()
     parts: dict[Setting, Part] = field(init=False, default_factory=dict)
     bounds: dict[Setting, float] = field(init=False, default_factory=dict)
@@ -57,14 +55,14 @@ class FirstPlans:
         # All forwards first holds the most: the others are likelier to fit, and as fast.
         self.settings.sort(key=lambda setting: kind_of(setting.schedule).warmup == "all")
         for setting in self.settings:
-            prepared = self.prepared_at(setting.num_microbatches)
+            prepared = self.trials.prepared_at(setting.num_microbatches)
             self.parts[setting] = Part.whole(prepared, self.space, setting, self.trials.cluster)
             self.bounds[setting] = self.parts[setting].least_seconds
         self._note_floor()
 
     def run(self) -> None:
         """Judge plans of all settings, the fastest first, and bound every setting by the best."""
-        complete = self.prepared_at(self.space.microbatches[0]).complete
+        complete = self.trials.prepared_at(self.space.microbatches[0]).complete
         rough = self.trials.sketch and not complete  # what else there is says little in its time
         self._judge(1.0 if rough else JUDGING)
         self.trials.settle(JUDGING, likely=True)
@@ -103,7 +101,7 @@ class FirstPlans:
                 elif lacking.get(schedule) == width:
                     del lacking[schedule]
                 if taken > sure:
-                    seconds, less = self._seconds(one), min(less, SPARING * SURE / taken)
+                    seconds, less = trials.priced(one), min(less, SPARING * SURE / taken)
             if less < 1 and share * less > LEAST and not branch.space.placement:
                 branch.seats = replace(branch.seats, share=share * less)
                 heapq.heappush(heap, (seconds, next(ticket), seconds, branch))
@@ -176,13 +174,6 @@ class FirstPlans:
             ring = slowest(joins(seats[0], one) for one in seats[1:width])
             seconds += ring_seconds(ring, trained, width)
         return float(seconds)
-
-    def _seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step, by the evaluator, as trials are priced."""
-        setting = candidate.setting
-        problem = self.prepared_at(setting.num_microbatches).problem
-        seconds = evaluation(problem, self.trials.cluster, candidate).seconds * setting.scale
-        return self.trials.price(seconds, candidate)
 
     def _bound(self) -> None:
         """Raise the bounds of settings to where nothing shows that a plan takes longer."""

@@ -101,6 +101,11 @@ class Trials:
         """Seconds of a step and its updates, with what its schedule costs beside the forecast."""
         return (seconds + self.updates(candidate)) * (1 + kind_of(candidate.setting.schedule).gain)
 
+    def priced(self, candidate: Candidate) -> float:
+        """The same of a candidate that was not tried, by the evaluator."""
+        seconds = evaluation(self._problem(candidate), self.cluster, candidate).seconds
+        return self.price(seconds * candidate.setting.scale, candidate)
+
     def updates(self, candidate: Candidate) -> float:
         """Seconds of the longest update of a rank."""
         if candidate in self._updates:
