@@ -195,7 +195,7 @@ def test_what_lacked_memory_is_put_off_for_as_many_replicas(
 
     first.trials = SimpleNamespace(
         sketch=False, over=lambda _: False, seen=True, some=True, offer=offer,
-        below_with_gain=float("inf"),
+        below_with_gain=float("inf"), priced=lambda _: 0.0,
     )  # fmt: skip
     seconds = {"a 2": 1.0, "a 4": 1.1, "a 1": 1.2, "a any": 1.3, "b 2": 1.4, "b 8": 2.4}
     every = [
@@ -205,7 +205,6 @@ def test_what_lacked_memory_is_put_off_for_as_many_replicas(
     monkeypatch.setattr(FirstPlans, "_branches", lambda _: iter(every))
     monkeypatch.setattr(FirstPlans, "_estimate", lambda _, one: seconds[one.name])
     monkeypatch.setattr(FirstPlans, "_least", lambda _, one: 0.0)
-    monkeypatch.setattr(FirstPlans, "_seconds", lambda *_: 0.0)
     first._judge(1.0)
     assert order == ["a 2", "a 1", "a any", "b 2", "a 4", "b 8"]
 
