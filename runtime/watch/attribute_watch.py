@@ -104,12 +104,13 @@ class AttributeWatch:
                 continue  # it was empty, and is filled in by calls
             found = difference(was, now, path, identical)
             if found is not None:
+                reader = "loss_fn" if path.startswith("loss_fn.") else "forward"
                 way = "make it a buffer (register_buffer), which may be written in place; or "
-                if path.startswith("loss_fn.") and not isinstance(owner, nn.Module):
+                if reader == "loss_fn" and not isinstance(owner, nn.Module):
                     way = f"{_AS_TENSOR}; or "
                 own = not type(owner).__module__.startswith("torch.")
                 raise ConfigError(
-                    f"forward reads this attribute, which was {_shown(was)} when the model was "
+                    f"{reader} reads this attribute, which was {_shown(was)} when the model was "
                     f"captured and is {_shown(now)} now: its value is part of the stages",
                     where=found,
                     remedy=(way if own else "") + "compile the changed model anew",

@@ -9,16 +9,20 @@ from __future__ import annotations
 import dis
 import os
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from functools import cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from pdcompile.eager.snapshot import MISSING, attribute
+from pdcompile.eager.snapshot import MISSING, attribute, is_array
 from pdcompile.warn import FOLDERS
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), Enum, Tensor, torch.dtype, torch.device,
+)  # fmt: skip
 _CONTAINERS = (dict, list, tuple, set, SimpleNamespace)
 _MOST = 64  # items of a container: a longer one is data
 _LIBRARIES = (*FOLDERS, os.path.dirname(os.__file__) + os.sep)
@@ -66,7 +70,7 @@ class Reach:
         if isinstance(value, _CONTAINERS):
             plain = len(getattr(value, "__dict__", value)) <= _MOST
         else:
-            plain = isinstance(value, _PLAIN)
+            plain = isinstance(value, _PLAIN) or (is_array(value) and value.size <= _MOST)
         if not plain:
             self._follow(value, name, of, names)
         elif key not in self._seen:
@@ -121,7 +125,7 @@ class Reach:
         for holder in (given, vars(function)):
             for name in holder:
                 self._variable(name, of, holder, asked)
-        for name in _globals(code) & home.keys():
+        for name in sorted(_globals(code) & home.keys()):
             self._variable(name, of, home, asked)
 
 
