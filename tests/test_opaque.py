@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -314,3 +315,15 @@ def test_a_loss_that_a_module_leaves_behind_is_refused(way: str, message: str, l
 @pytest.mark.parametrize("way", ["opaque returned", "", "buffer in place detached"])
 def test_a_loss_that_is_returned_or_set_where_nothing_is_opaque(way: str) -> None:
     faithful(make(_balanced, part=Balances(way)))
+
+
+def test_a_buffer_of_an_opaque_module_is_read_outside() -> None:
+    """What stands for the module, where ops are compared, has its tensors."""
+    model = make(_balanced, part=Balances("opaque buffer in place detached"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pdcompile.compile(
+            model, torch.randn(4, 8), example_target=torch.randn(4, 8), microbatches=2,
+            loss_fn=nn.functional.mse_loss, cluster=pdcompile.Cluster.local(2), costs="estimated",
+        )  # fmt: skip
+    assert not [one for one in caught if "report this model" in str(one.message)]

@@ -88,6 +88,7 @@ def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[
         with META:
             module = cls()
         fill(module, interface, tensors.__getitem__)
+        _fill_opaque(module, interface.opaque, tensors)
         made: Constructors = {}
         for mode in (on_stages.train, on_stages.eval):
             stage = _Stage(mode, interface, plan, module, tensors, written, made)
@@ -97,6 +98,18 @@ def retraced(capture: Capture, plan: Plan, sources: Sources) -> tuple[int, list[
                     found.append(unlike.difference(mode.graph, interface.index))
                     break
     return count, found
+
+
+def _fill_opaque(module: nn.Module, opaque: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+    """Puts the tensors of opaque modules, which others may read, into what stands for these."""
+    for fqn, tensor in tensors.items():
+        if any(fqn.startswith(f"{path}.") for path in opaque):
+            owner, (*path, name) = module, fqn.split(".")
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_buffer(name, tensor)
 
 
 def _sizes(graph: OpGraph, ops: Sequence[Op]) -> Iterator[int]:
