@@ -291,25 +291,14 @@ def _balanced(self: Any, x: Tensor) -> Tensor:
     return y + self.part.aux  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("way", "message", "line"),
-    [
-        ("opaque", "changes the Python attribute part.aux", "self.aux = aux"),
-        ("opaque buffer", "leaves in the buffer part.aux", "self.aux = aux"),
-        ("buffer", "leaves in the buffer part.aux", "self.aux = aux"),
-        ("opaque buffer in place", "leaves in the buffer part.aux", "def forward"),
-        ("buffer in place", "leaves in the buffer part.aux", "def forward"),
-    ],
-)
-def test_a_loss_that_a_module_leaves_behind_is_refused(way: str, message: str, line: str) -> None:
-    model = make(_balanced, part=Balances(way))
-    with pytest.raises(TraceError, match=message) as caught:
+def test_a_loss_that_an_opaque_module_leaves_behind_is_refused() -> None:
+    model = make(_balanced, part=Balances("opaque"))
+    with pytest.raises(TraceError, match=r"changes the Python attribute part\.aux") as caught:
         captured(model)
     assert "return out, aux" in (caught.value.remedy or "")
     file, number = (caught.value.where or "").split(":")
     assert file.endswith("test_opaque.py")
-    assert line in Path(__file__).read_text().splitlines()[int(number) - 1]
-    assert all(buffer.grad_fn is None for buffer in model.buffers())
+    assert "self.aux = aux" in Path(__file__).read_text().splitlines()[int(number) - 1]
 
 
 @pytest.mark.parametrize("way", ["opaque returned", "", "buffer in place detached"])

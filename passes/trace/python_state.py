@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from pdcompile.eager.snapshot import Alike, difference, identical, restore, snapshot, tensors_at
 from pdcompile.errors import TraceError
-from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.stages.naming import below
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
@@ -45,13 +44,12 @@ class State:
             kept, attributes = self._before[path].content, vars(module)
             for name in [*kept, *(n for n in attributes if n not in kept)]:
                 place = found = f"{path}.{name}" if path else name
-                left = tensors_at(attributes.get(name))
                 if name in kept and name in attributes:
                     found = difference(kept[name], attributes[name], place, alike)
                 if found is None:
                     continue
                 refusal = refusals.CHANGED_STATE
-                if any(tensor.requires_grad for _, tensor in left):
+                if any(one.requires_grad for _, one in tensors_at(attributes.get(name))):
                     refusal = refusals.CHANGED_WITH_GRADIENT
                 if name in ("_buffers", "_parameters"):
                     name = found[len(place) :].strip("[]'\"")
@@ -80,49 +78,6 @@ def write_rebound(model: nn.Module, fakes: FakeTensors) -> None:
                 with torch.no_grad():
                     old.copy_(new)
                 module._buffers[name] = old
-
-
-def refuse_gradients(
-    model: nn.Module,
-    before: Mapping[str, Tensor],
-    returned: Any,
-    assigned: Mapping[tuple[int, str], str],
-    now: Callable[[Tensor], Tensor | None] = lambda buffer: buffer,
-) -> None:
-    """Refuses buffers that a call has bound to a value with a gradient, and those written in
-    place with one that its result depends on: the next call's backward would come to this one's.
-
-    Args:
-        before: tensors of the model by name.
-        returned: output and loss of the call.
-        now: the tensor that a buffer was in the call, None where it was not used.
-
-    Raises:
-        TraceError: there is one; `assigned` may have the line.
-    """
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            held, fqn = None if buffer is None else now(buffer), f"{path}.{name}" if path else name
-            if held is None or held.grad_fn is None:
-                continue
-            if buffer is not before.get(fqn) or _leads_to(returned, held.grad_fn):
-                where = assigned.get((id(module), name)) or source_of_class(type(module))
-                never = refusals.NeverOpaque
-                raise refusals.error(refusals.BUFFER_WITH_GRADIENT, fqn, where, never)
-
-
-def _leads_to(returned: Any, node: Any) -> bool:
-    """True if backward of something in what was returned comes to a node of autograd."""
-    ahead = [tensor.grad_fn for tensor in tensors_among(returned)]
-    seen: set[Any] = set()
-    while ahead:
-        one = ahead.pop()
-        if one is node:
-            return True
-        if one is not None and one not in seen:
-            seen.add(one)
-            ahead += [before for before, _ in one.next_functions]
-    return False
 
 
 def lines_of_assignments(
@@ -180,9 +135,6 @@ def write_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             # An expanded buffer cannot be written, and need not be.
-            if buffer.grad_fn is not None:
-                with suppress(RuntimeError):  # a view, which stays one
-                    buffer.detach_()
             if buffer.shape != buffers[name].shape:
                 buffer.resize_(buffers[name].shape)  # observers of quantisation begin empty
             if buffer.is_meta or not torch.equal(buffer, buffers[name]):

@@ -75,12 +75,6 @@ CHANGED_WITH_GRADIENT: Refusal = (
     "return it from forward (return out, aux) to who computes with it in the same call, as what "
     "an opaque module sets is not captured; a later call gets it as an input, detached",
 )
-BUFFER_WITH_GRADIENT: Refusal = (
-    "forward leaves in the buffer {} a value that has a gradient, and buffers bring none into the "
-    "next call",
-    "return the value from forward (return out, aux) and let the buffer be, or keep it without its "
-    "gradient: self.buffer.copy_(value.detach())",
-)
 CHANGED_OUTSIDE: Refusal = (
     "forward leaves something in {} that another call may find",
     "keep state that changes per call in a registered buffer and write it in place (add_, copy_); "

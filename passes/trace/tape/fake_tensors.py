@@ -200,10 +200,6 @@ class FakeTensors:
             remedy="compute it with public torch functions inside forward; " + KEEP,
         )
 
-    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The fake that stands for a tensor, None for one that was not used; a fake is its own."""
-        return tensor if isinstance(tensor, FakeTensor) else self._fake_of.get(id(tensor))
-
     def own_any(self, keys: set[int]) -> bool:
         """True if one of these storages belongs to a value or to a tensor of the model."""
         return any(key in self._at or key in self._model_at for key in keys)

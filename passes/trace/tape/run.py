@@ -29,12 +29,7 @@ from pdcompile.passes.trace.constants import example_calls
 from pdcompile.passes.trace.global_state import emptied
 from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.opaque.probe import probe
-from pdcompile.passes.trace.python_state import (
-    State,
-    lines_of_assignments,
-    refuse_gradients,
-    write_rebound,
-)
+from pdcompile.passes.trace.python_state import State, lines_of_assignments, write_rebound
 from pdcompile.passes.trace.refusals import (
     COMPILED,
     ForwardRaised,
@@ -195,8 +190,6 @@ class _Run:
                 for each in self._around():
                     stack.enter_context(each)
                 output, loss = run(subject.model, *self._arguments, subject.loss_fn, tape)
-            model, known, fake_of = subject.model, subject.table.objects, tape.fakes.fake_of
-            refuse_gradients(model, known, (output, loss), tape.assigned, fake_of)
         except TraceError as error:
             error.module_path = tape.failed
             raise
