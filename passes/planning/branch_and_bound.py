@@ -353,7 +353,7 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
             limited, time_limit=max(0.0, search.budget.left - making), patience=search.patience,
             seed=search.seed, progress=search.listener.found,
         )  # fmt: skip
-        candidate = branch.straight(found.stage_of)
+        candidate = replace(branch.straight, stage_of=found.stage_of)
         candidate, certificate, notes = _preferred(search, candidate, certificate)
         plan = search.trials.plan(candidate)
         plan = replace(plan, certificate=certificate, notes=(*plan.notes, *notes))

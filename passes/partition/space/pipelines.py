@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.alternatives import seconds_of
@@ -153,6 +153,16 @@ class Part:
             seconds = max(seconds, self.prepared.largest / self.seats.fastest)
         return seconds * self.setting.num_microbatches * (1 - 1e-12)
 
+    def candidate(
+        self, stage_of: tuple[int, ...], options: tuple[StageDeployment, ...]
+    ) -> Candidate:
+        """The candidate of such stages, which take the seats one after the other."""
+        setting, replicas = self.setting, tuple(option.replicas for option in options)
+        own = setting.schedule, len(options), setting.num_microbatches, replicas
+        ends = zip(accumulate(replicas), replicas, strict=True)
+        ranks = tuple(self.seats.ranks[end - count : end] for end, count in ends)
+        return Candidate(setting, stage_of, options, ranks, warmup(*own, setting.extra_warmup))
+
     def allowed(self, candidate: Candidate) -> Candidate | None:
         """The candidate, recomputing where it has to if that is open; None if it breaks a rule."""
         problem, cluster = self.prepared.problem, self.seats.cluster
@@ -200,7 +210,7 @@ class Pipelines:
         stages right away; it comes again when its own bound has its turn.
         """
         for bound, pieces in self.chains.enumerate(below, most):
-            yield bound * (1 - 1e-12), self.part.allowed(self._candidate(pieces))
+            yield bound * (1 - 1e-12), self._allowed(pieces)
 
     def quickest(self) -> Candidate | None:
         """The candidate that likely is the fastest, if there is one that breaks nothing."""
@@ -215,24 +225,12 @@ class Pipelines:
             return trips.turn(matrices.on(p, option), depth, fewer)
 
         pieces = likely_chain(self.chains, turn_of, trips.per_microbatch)
-        return None if pieces is None else self.part.allowed(self._candidate(pieces))
+        return None if pieces is None else self._allowed(pieces)
 
-    def _candidate(self, pieces: tuple[Piece, ...]) -> Candidate:
-        ranks, following = [], 0
-        for piece in pieces:
-            ranks.append(self.seats.ranks[following : following + piece.option.replicas])
-            following += piece.option.replicas
-        setting, replicas = self.setting, tuple(piece.option.replicas for piece in pieces)
-        depths = warmup(
-            setting.schedule,
-            len(pieces),
-            setting.num_microbatches,
-            replicas,
-            setting.extra_warmup,
-        )
-        options = tuple(piece.option for piece in pieces)
+    def _allowed(self, pieces: tuple[Piece, ...]) -> Candidate | None:
         stage_of = self.segments.items_of([piece.end for piece in pieces])
-        return Candidate(setting, stage_of, options, tuple(ranks), depths)
+        made = self.part.candidate(stage_of, tuple(piece.option for piece in pieces))
+        return self.part.allowed(made)
 
 
 def recomputing(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Candidate:

@@ -17,7 +17,6 @@ from pdcompile.passes.partition.space.pipelines import (
     likely_cuts,
 )
 from pdcompile.passes.partition.space.seats import Seats, arrangements
-from pdcompile.passes.schedules import warmup
 from pdcompile.plan import Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.deployment import StageDeployment, stage_limits
@@ -40,22 +39,16 @@ class Branch(Part):
         self.bound = self.least_seconds
 
     @property
-    def warmup(self) -> tuple[int, ...]:
-        """Warm-up of one rank a stage."""
-        setting = self.setting
-        return warmup(
-            setting.schedule,
-            len(self.seats.ranks),
-            setting.num_microbatches,
-            extra=setting.extra_warmup,
-        )
+    def straight(self) -> Candidate:
+        """Stages with a rank each, which are not cut yet."""
+        return self.candidate((), (StageDeployment(),) * len(self.seats.ranks))
 
     @property
     def straight_problem(self) -> PartitionProblem:
         """The branch as a problem, where nothing but the cut of one rank a stage is open."""
         limits = stage_limits(self.seats.cluster, self.seats.ranks)
         own = replace(self.prepared.problem, stages=limits)
-        return scheduled(own, self.seats.cluster, self.setting, self.warmup)
+        return scheduled(own, self.seats.cluster, self.setting, self.straight.warmup)
 
     @property
     def left_out(self) -> str:
@@ -85,13 +78,6 @@ class Branch(Part):
     @cached_property
     def _in_turn(self) -> StagesInTurn:
         return StagesInTurn(self)
-
-    def straight(self, stage_of: tuple[int, ...]) -> Candidate:
-        """The candidate of such a problem's assignment."""
-        ranks = tuple((rank,) for rank in self.seats.ranks)
-        return Candidate(
-            self.setting, stage_of, (StageDeployment(),) * len(ranks), ranks, self.warmup
-        )
 
 
 def branches(
