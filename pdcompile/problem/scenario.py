@@ -7,12 +7,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pdcompile.cluster import MAX_DEVICES, Cluster, Level
+from pdcompile.cluster import MAX_DEVICES, NETWORK, Cluster, Level
 from pdcompile.errors import ConfigError, some
 from pdcompile.options.row import Flag, option
 from pdcompile.units import format_rate, parse_bytes, parse_rate, parse_seconds
 
-NEW_LEVEL = "network"
 NEW_BYTES_PER_SECOND = 12.5e9  # what `Cluster.parse` assumes between hosts
 INNER, OUTER = "intra", "inter"
 BY_HAND = "describe the machines in a cluster.toml and plan with it"
@@ -73,7 +72,7 @@ def changed_cluster(cluster: Cluster, scenario: Scenario) -> tuple[Cluster, tupl
     levels, last = [level.name for level in cluster.levels], len(cluster.levels) - 1
     ends = {INNER: 0, OUTER: last}
     rates = _numbers(scenario.bandwidth, "--bandwidth", "level", levels, _rate, ends)
-    times = _numbers(scenario.latency, "--latency", "level", levels, _seconds, ends)
+    times = _numbers(scenario.latency, "--latency", "level", levels, parse_seconds, ends)
     numbers = [*map(str, range(len(cluster.devices)))]
     speeds = _numbers(scenario.speed, "--speed", "device", numbers, _factor, {})
     devices = tuple(
@@ -113,7 +112,7 @@ def _resized(cluster: Cluster, text: str) -> tuple[Cluster, tuple[str, ...]]:
         raise refused(message, BY_HAND)
     notes: tuple[str, ...] = ()
     if len(sizes) == len(levels) + 1:
-        name = NEW_LEVEL
+        name = NETWORK
         while name in {level.name for level in levels}:
             name += "'"
         levels.append(Level(name, 1, NEW_BYTES_PER_SECOND))
@@ -137,7 +136,7 @@ def _numbers(
     option: str,
     what: str,
     names: Sequence[str],
-    parse: Callable[[str, str], float],
+    parse: Callable[..., float],
     aliases: Mapping[str, int],
 ) -> dict[int, float]:
     """New numbers of levels or devices by their index, of ``NAME=NUMBER`` or ``NUMBER`` for all;
@@ -163,28 +162,24 @@ def _numbers(
                 remedy=f"once {option} NAME=NUMBER for each, or a number for all; names are "
                 f"{some([*map(repr, names)], 8)}{others}",
             )
-        found[key] = parse(number, option)
+        found[key] = parse(number, what=option, where=option)
     everywhere = [found.get(i, found.get(None)) for i in range(len(names))]
     return {i: number for i, number in enumerate(everywhere) if number is not None}
 
 
-def _rate(text: str, option: str) -> float:
+def _rate(text: str, *, what: str, where: str) -> float:
     unlimited = text.lower() == "unlimited"
-    rate = math.inf if unlimited else parse_rate(text, what=option, where=option)
-    return _above_0(rate, text, option, f"{option} 12.5GB/s")
+    rate = math.inf if unlimited else parse_rate(text, what=what, where=where)
+    return _above_0(rate, text, where, f"{where} 12.5GB/s")
 
 
-def _seconds(text: str, option: str) -> float:
-    return parse_seconds(text, what=option, where=option)
-
-
-def _factor(text: str, option: str) -> float:
+def _factor(text: str, *, what: str, where: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     finite = number if math.isfinite(number) else 0.0
-    return _above_0(finite, text, option, f"{option} 2, or {option} 3=0.5 for device 3, from 0")
+    return _above_0(finite, text, where, f"{what} 2, or {what} 3=0.5 for device 3, from 0")
 
 
 def _above_0(number: float, text: str, option: str, remedy: str) -> float:
