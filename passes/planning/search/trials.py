@@ -163,8 +163,7 @@ class Trials:
         """True if that share of the time is over, without what making a plan takes."""
         whole = max(self.budget.spent + self.budget.left, 1e-9)
         making = self.making(self.best, anew=not self.sketch) if self.found else 0.0
-        left = max(whole - making, 0.0)
-        return self.budget.late or self.budget.spent > share * left
+        return self.budget.late or self.budget.spent > share * max(whole - making, 0.0)
 
     def making(self, candidate: Candidate, *, anew: bool = False) -> float:
         """Seconds that its plan takes; none where it was made before or will not be, but `anew`."""
@@ -222,12 +221,9 @@ class Trials:
     def _promises(self, seconds: float, share: float, candidate: Candidate) -> bool:
         """True if it is much faster than all that fit, of which there is one, and its plan takes
         little of the time."""
-        much = seconds < MUCH * self.below and self._expected(share, candidate) <= 1
-        return (
-            self.some
-            and much
-            and self.making(candidate) < LITTLE * (self.budget.spent + self.budget.left)
-        )
+        if not self.some or seconds >= MUCH * self.below or self._expected(share, candidate) > 1:
+            return False
+        return self.making(candidate) < LITTLE * (self.budget.spent + self.budget.left)
 
     def _expected(self, share: float, candidate: Candidate) -> float:
         return share * self.beyond.get(candidate.setting.schedule, 1.0)
@@ -273,15 +269,15 @@ class Trials:
     def _slower(self, candidate: Candidate, seconds: float) -> None:
         """Note a candidate that is not better, for `alternatives`, if it fits by the estimate; one
         whose update is shorter may be chosen for that."""
-        setting, best = candidate.setting, choices(self.best).items() if self.found else ()
+        best = choices(self.best).items() if self.found else ()
         other = [one for one in choices(candidate).items() if one not in best]
         if any(seconds < self.least.get(one, math.inf) for one in other):
             exact, share = timed(self._problem(candidate), self.cluster, candidate)
+            own = exact * candidate.setting.scale, candidate
             if share <= 1:
-                self._note(exact * setting.scale, candidate)
-                if self.price(exact * setting.scale, candidate) < self.below_with_gain:
-                    timed_one = exact * setting.scale, candidate
-                    bisect.insort_left(self.found, timed_one, key=lambda one: -one[0])
+                self._note(*own)
+                if self.price(*own) < self.below_with_gain:
+                    bisect.insort_left(self.found, own, key=lambda one: -one[0])
 
     def _note(self, seconds: float, candidate: Candidate) -> None:
         seconds += self.updates(candidate)
@@ -296,8 +292,7 @@ class Trials:
             self._made[candidate] = candidate_plan(
                 graph, self._problem(candidate), candidate, self.training, self.cluster
             )
-            took = time.monotonic() - rehearsals.seconds - began
-            self.others = max(self.others, took)
+            self.others = max(self.others, time.monotonic() - rehearsals.seconds - began)
         return self._made[candidate]
 
     def filled(self, candidate: Candidate) -> float:
