@@ -159,38 +159,34 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
         )
     cluster = _limited(cluster.grouped(unlike or options.stage_parts), options.memory)
     recomputation(options, stages)
-    for message, remedy in elsewhere(kind_of(chosen_schedule(options)), cluster.hosts):
+    kind = kind_of(chosen_schedule(options))
+    for message, remedy in elsewhere(kind, cluster.hosts):
         raise ConfigError(message, where="cluster", remedy=remedy)
     # Where the planner decides how many devices a stage has, some may be left.
     fixed = options.plan is not None or options.replicas not in SEARCHED
-    there, kind = len(cluster.devices), kind_of(chosen_schedule(options))
-    alike = options.replicas != "any"  # replicas of stages that share a rank
-    crowded = options.replicas in SEARCHED and stages > there
-    crowded = crowded and not (alike and kind.holds(-(-stages // there)))
+    there = len(cluster.devices)
+    holds = options.replicas != "any" and kind.holds(-(-stages // there))
+    crowded = options.replicas in SEARCHED and stages > there and not holds
     if there < ranks or crowded or (fixed and there > ranks):
-        several = ranks != stages and not crowded
-        shown = f"{stages} stages" + (f" on {ranks} ranks" if several else "")
+        on = "" if crowded or ranks == stages else f" on {ranks} ranks"
         remedy = f"give a cluster of {ranks} devices"
-        if not several and not kind.written:
+        if not on and not kind.written:
             remedy = f"give stages={there} or a cluster of {stages} devices: one stage a device"
             remedy += _several(stages, there)
-            remedy += "" if alike else ", with replicas='equal' (--replicas equal)"
+            remedy += ", with replicas='equal' (--replicas equal)" * (options.replicas == "any")
         elif isinstance(options.replicas, int) and there % stages == 0:
             remedy += f", or replicas={there // stages} (--replicas {there // stages})"
-        raise ConfigError(f"{shown} on a cluster of {there} devices", remedy=remedy)
+        raise ConfigError(f"{stages} stages{on} on a cluster of {there} devices", remedy=remedy)
     return stages, cluster
 
 
 def _several(stages: int, there: int) -> str:
     """One more remedy: several devices a stage, or several stages a device."""
     if stages <= there:
-        return (
-            "; replicas='any' (--replicas any) gives a stage several devices where that is faster"
-        )
-    names = several_a_rank(max(2, stages // there))
-    if stages % there:
-        return f"; a multiple of {there} stages runs under schedule {names}"
-    return f"; {stages // there} stages on each run under schedule {names}"
+        return "; replicas='any' (--replicas any) gives a stage several devices where it helps"
+    whole, odd = divmod(stages, there)
+    each = f"a multiple of {there} stages runs" if odd else f"{whole} stages on each run"
+    return f"; {each} under schedule {several_a_rank(max(2, whole))}"
 
 
 def recomputation(options: Options, stages: int) -> tuple[bool, ...] | None:
