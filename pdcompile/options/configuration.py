@@ -277,19 +277,13 @@ def _stages_and_ranks(options: Options, num_ranks: int | None) -> tuple[int, int
         shown += f" of {parts} parts" * (parts > 1)
         remedy = f"launch with torchrun --nproc-per-node={ranks * parts}"
         if processes == num_ranks * parts:  # else no number of stages would do
-            remedy += _or_leave_out(options)
+            fixed = options.replicas not in (1, *SEARCHED)
+            named = ["stages"] * (not fixed or options.stages is not None) + ["replicas"] * fixed
+            if not kind_of(chosen_schedule(options)).written:
+                remedy += f", or leave {' and '.join(named)} out"
             remedy += _several(stages, num_ranks) if ranks == stages else ""
         raise LaunchError(f"{shown}, but WORLD_SIZE is {processes}", remedy=remedy)
     return stages, ranks
-
-
-def _or_leave_out(options: Options) -> str:
-    """The end of a remedy: without which options any number of processes will do."""
-    if kind_of(chosen_schedule(options)).written:
-        return ""
-    named = ["stages"] if options.stages is not None else []
-    named += ["replicas"] if options.replicas not in (1, *SEARCHED) else []
-    return f", or leave {' and '.join(named or ['stages'])} out"
 
 
 def _dealt(options: Options, stages: int | None, there: int | None) -> tuple[int, int] | None:
@@ -393,7 +387,9 @@ def search_space(options: Options, configuration: Configuration, sizes: SizeRang
     mixed = fixed if fixed is not None and len(again) > 1 else ()
     stages, devices = configuration.num_stages, len(configuration.cluster.devices)
     width = kind_of(schedules[0]).width(stages, devices)
-    replicas = _replicas(options.replicas if width == 1 else width, stages)
+    replicas: Any = options.replicas if width == 1 else width
+    if isinstance(replicas, int):
+        replicas = "1" if replicas == 1 else (replicas,) * stages
     homes: tuple[bool, ...] = (options.updates == "home",)
     if options.updates == "auto" and options.optimizer and replicas != "1":
         homes = (True, False)  # which take no longer come first
@@ -441,13 +437,6 @@ def _sharing(
     placement = _placement(named, kind, stages, devices)
     chosen = replace(configuration, num_stages=stages, training=training, placement=placement)
     return search_space(named, chosen, sizes)
-
-
-def _replicas(given: Any, stages: int) -> Any:
-    """Replicas by stage, or the planner's choice, as the space has them."""
-    if isinstance(given, int):
-        return "1" if given == 1 else (given,) * stages
-    return given
 
 
 def _counts(options: Options, configuration: Configuration, sizes: SizeRange) -> tuple[int, ...]:
