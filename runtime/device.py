@@ -29,13 +29,13 @@ class DeviceFailed(PdcompileError):
 
 
 class Handle:
-    """A message in flight. `wait` returns the tensor of a receive."""
+    """A message in flight.  `wait` returns its tensor."""
 
     def ready(self) -> bool:
         """True if wait returns at once."""
         return False
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> Tensor:
         raise NotImplementedError
 
 

@@ -57,8 +57,7 @@ class Loss:
                     "the pipeline ended before this loss arrived",
                     remedy="read the losses, or call pipe.flush(), before the pipeline ends",
                 )
-            parts = [part.wait() for _, part in sorted(self.parts.items())]
-            self._value = total_loss([part for part in parts if part is not None])
+            self._value = total_loss([part.wait() for _, part in sorted(self.parts.items())])
             self.parts.clear()
         return self._value
 
@@ -125,11 +124,8 @@ class Worker:
         loss_dtype = "float32" if train.loss is None else train.values[train.loss].dtype
         self.losses = Losses(self, getattr(torch, loss_dtype), device)
         self.compute, self._device, self.base = compute, device, 0
-        self._tied, self._reach, self._hops = (
-            plan.tied,
-            plan.spec.reach,
-            hops(plan.spec, stage, replica),
-        )
+        self._tied, self._reach = plan.tied, plan.spec.reach
+        self._hops = hops(plan.spec, stage, replica)
         self._max_norm = plan.training.max_grad_norm
         self._box: Box = {}
         self._clips_to: float | None = None  # where the user clips what is in .grad now
@@ -244,7 +240,6 @@ class Worker:
     def _wait(self, ins: Instruction) -> None:
         key, kind = self._key(ins), ins.action.kind
         tensor = self._receiving.pop(key).wait()
-        assert tensor is not None
         if kind is Kind.WEIGHT:
             self.weights.receive(self._tied[ins.edge].fqn, key[2], tensor)
         elif kind is Kind.TIED:

@@ -69,9 +69,7 @@ class Agreement:
                 self._transport.send(channel, torch.tensor(mine), minibatch, deferred=True)
             return size
         expected = Expected((len(mine),), torch.int64, minibatch)
-        arrived = self._transport.receive(Channel(Kind.CALL, 0, 0), expected).wait()
-        assert arrived is not None
-        theirs = [int(number) for number in arrived]
+        theirs = self._transport.receive(Channel(Kind.CALL, 0, 0), expected).wait().tolist()
         self._compare(theirs, mine, world.places.source(0))
         return theirs[3] if size is None else size
 
@@ -93,9 +91,8 @@ class Agreement:
             )
         else:
             for path, a, b in zip(self._paths, theirs[5:], mine[5:], strict=True):
-                if a and b and a != b:
+                if a and b and a != b and wrong is None:
                     wrong = f"has other values in input {path!r} than this rank"
-                    break
         if wrong:
             raise ContractError(
                 f"rank {rank} {wrong}",

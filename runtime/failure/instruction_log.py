@@ -117,17 +117,10 @@ class InstructionLog:
         self._write(-1 - _OUTSIDE.index(where), -1, -1, -1, -1, -1)
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Context of a part of a call that waits for other ranks; after an error it stays there."""
-        self.enter(Outside.MEETING)
-        yield
-        self.enter(Outside.CALL)
-
-    @contextmanager
-    def between_parts(self) -> Iterator[None]:
-        """Context of a conversion, within what is noted; after an error it stays there."""
+    def meeting(self, where: Outside = Outside.MEETING) -> Iterator[None]:
+        """Context of a wait for others, within what is noted; after an error it stays there."""
         now = self._now
-        self.enter(Outside.PARTS)
+        self.enter(where)
         yield
         self._write(*now)
 

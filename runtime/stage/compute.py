@@ -14,7 +14,7 @@ first run alone: those that do more than look were refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.compile_ahead import compile_ahead
 from pdcompile.runtime.stage.gradients import absent, is_absent
-from pdcompile.runtime.stage.host_memory import brought, take_home
+from pdcompile.runtime.stage.host_memory import brought
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.contract import Expected, check_tensor
 from pdcompile.weights.source import Registered, replaced
@@ -79,8 +79,7 @@ class Feed:
 class _Waiting:
     """A microbatch between its forward and its backward, or between the two parts of that."""
 
-    flight: Flight | None
-    kept: Kept | None = None  # of a stage that recomputes: it has no graph until its backward
+    flight: Flight | Kept  # of a stage that recomputes, which has no graph until its backward
     sent: set[int] = field(default_factory=set)  # by the first part: memory of gradients
 
 
@@ -137,19 +136,12 @@ class Compute:
         if flight.loss is not None:
             feed.losses.append(flight.loss.detach())
         if wiring.training:
-            waiting = _Waiting(flight) if kept is None else _Waiting(None, kept)
-            self.flights[feed.minibatch, microbatch] = waiting
+            self.flights[feed.minibatch, microbatch] = _Waiting(kept or flight)
         return values
 
-    @contextmanager
-    def _brought(self, module: nn.Module) -> Iterator[None]:
+    def _brought(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context in which a stage runs: it has its weights on the device."""
-        if not self._fetched:
-            yield
-            return
-        with brought(module, self._device) as copies:
-            yield
-            take_home(copies, self._device)
+        return brought(module, self._device) if self._fetched else nullcontext()
 
     def _kept(self, module: nn.Module, given: list[Any], leaves: Leaves) -> Kept:
         """Copies of what the forward to come reads and writes."""
@@ -179,13 +171,6 @@ class Compute:
         )  # fmt: skip
         return self._stage_run.forward(module, wiring, given, call)
 
-    def _again(self, feed: Feed, microbatch: int, version: int, kept: Kept) -> Flight:
-        """Run the stage a second time, for the graph that the first run did not keep."""
-        module = self._weights.module(version, feed.wiring.training)
-        with replaced(kept.buffers):
-            flight, _ = self._run(feed, microbatch, module, kept.given, kept.leaves)
-        return flight
-
     def _placed(self, leaf: Any) -> Any:
         return self._device.place(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -212,13 +197,12 @@ class Compute:
         passed_on = None
         if split and not self._whole:
             passed_on = [self._weights.parameter(version, fqn) for fqn in self._weights.copies]
-        with self._brought(self._weights.module(version, feed.wiring.training)):
-            waiting = self.flights.pop((feed.minibatch, microbatch))
-            flight = waiting.flight
-            if flight is None:
-                assert waiting.kept is not None
-                flight = self._again(feed, microbatch, version, waiting.kept)
-            del waiting  # what was kept for it is not needed any more
+        module = self._weights.module(version, feed.wiring.training)
+        with self._brought(module):
+            flight = self.flights.pop((feed.minibatch, microbatch)).flight
+            if isinstance(flight, Kept):  # for the graph that the first run did not keep
+                with replaced(flight.buffers):
+                    flight = self._run(feed, microbatch, module, flight.given, flight.leaves)[0]
             self._stage_run.backward(
                 flight, feed.wiring, gradient, of_loss=self._of_loss(feed, flight), first=passed_on
             )
@@ -237,7 +221,7 @@ class Compute:
     def backward_weight(self, feed: Feed, microbatch: int, version: int) -> None:
         """Accumulate the gradients that a split `backward` left."""
         waiting = self.flights.pop((feed.minibatch, microbatch))
-        assert waiting.flight is not None
+        assert isinstance(waiting.flight, Flight)
         self._weights.begin_backward(feed.minibatch, version)
         self._stage_run.backward_weight(waiting.flight)
         self._weights.separate_gradients(version, waiting.sent)

@@ -102,9 +102,9 @@ def _alone(state: State, fqn: str, count: int, device: RankDevice) -> Shared:
 
 
 @contextmanager
-def brought(module: nn.Module, device: RankDevice) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """Context in which a stage has copies on the device of its weights that rest on the host: the
-    copy of each."""
+def brought(module: nn.Module, device: RankDevice) -> Iterator[None]:
+    """Context in which a stage has copies on the device of its weights that rest on the host; their
+    gradients are accumulated where these rest, by autograd, which runs hooks."""
     held = [(one, one.tensor) for one in registered(module)]
     resting = [(o, p) for o, p in held if isinstance(p, nn.Parameter) and devices.on_host(p)]
     copies = {
@@ -112,14 +112,10 @@ def brought(module: nn.Module, device: RankDevice) -> Iterator[dict[nn.Parameter
         for own in dict.fromkeys(own for _, own in resting)
     }
     with replaced((one, copies[own]) for one, own in resting):
-        yield copies
-
-
-def take_home(copies: dict[nn.Parameter, nn.Parameter], device: RankDevice) -> None:
-    """Accumulates the gradients of copies where weights rest, by autograd, which runs hooks."""
-    came = [(own, device.fetch(copy.grad)) for own, copy in copies.items() if copy.grad is not None]
-    if came:
-        accumulate([(own, one.wait()) for own, one in came])
+        yield
+        came = [(own, device.fetch(c.grad)) for own, c in copies.items() if c.grad is not None]
+        if came:
+            accumulate([(own, one.wait()) for own, one in came])
 
 
 def _in_host_memory(tensor: Tensor) -> bool:

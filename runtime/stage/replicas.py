@@ -146,9 +146,7 @@ class Replicas:
         first = self._weights.first_here
         held = first.buffers(self._maxima)
         for names, handle in self._largest.pop(number):
-            rows = handle.wait()
-            assert rows is not None
-            each = torch.split(rows.amax(0), [held[name].numel() for name in names])
+            each = torch.split(handle.wait().amax(0), [held[name].numel() for name in names])
             for name, one in zip(names, each, strict=True) if first.newest <= number else ():
                 held[name].copy_(one.view(held[name].shape))
 
@@ -201,7 +199,6 @@ class Replicas:
         """Names of tensors of which replicas hold different values."""
         names, rows = self._digests.pop((waits, minibatch))
         every = rows.wait()
-        assert every is not None
         differs = (every != every[:1]).any(0).tolist()
         return [name for name, one in zip(names, differs, strict=True) if one]
 

@@ -104,16 +104,15 @@ class Places:
 
 
 class _Sent(Handle):
-    """A message to no process, or to several."""
+    """A message to several processes."""
 
     def __init__(self, each: Sequence[Handle]) -> None:
         self._each = each
 
-    def wait(self) -> Tensor | None:
-        for one in self._each:
-            one.wait()
+    def wait(self) -> Tensor:
+        tensor, *_ = [one.wait() for one in self._each]
         self._each = ()
-        return None
+        return tensor
 
 
 class Link:

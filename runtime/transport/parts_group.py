@@ -16,7 +16,7 @@ from pdcompile.eager.digest import flat_bytes
 from pdcompile.hardware import devices
 from pdcompile.parts.conversions import Alone, At, begun
 from pdcompile.parts.shard import Division
-from pdcompile.runtime.failure.instruction_log import InstructionLog
+from pdcompile.runtime.failure.instruction_log import InstructionLog, Outside
 from pdcompile.runtime.transport.links import lost
 
 Rows = Sequence[Sequence[Tensor]]  # tensors for each part, or of each
@@ -44,7 +44,7 @@ class PartsGroup(Alone):
         return self._collective(self.group, devices.to_host(x.detach()), at.kind).to(x.device)
 
     def _collective(self, group: Any, x: Tensor, kind: str) -> Tensor:
-        with self._log.between_parts():
+        with self._log.meeting(Outside.PARTS):
             try:
                 result, work = begun(group, x.contiguous(), kind, self.count)
                 work.wait()

@@ -183,7 +183,6 @@ class Reduction:
         found: dict[str, tuple[Tensor, int]] = {}
         for bucket, handle in zip(self._buckets, self._posted.pop(number), strict=True):
             flat = handle.wait()
-            assert flat is not None
             if self._homes.get(bucket[0], self._sums.index) != self._sums.index:
                 continue
             sizes = [self._like[name].numel() for name in bucket]
@@ -232,7 +231,6 @@ class Gathering:
         """Fill the tensors of other homes."""
         for bucket, handle in self._posted.pop(number):
             flat = handle.wait()
-            assert flat is not None
             if bucket and self._homes[bucket[0]] != self._sums.index:
                 parts = torch.split(flat, [tensors[name].numel() for name in bucket])
                 for name, part in zip(bucket, parts, strict=True):
@@ -321,9 +319,7 @@ class Norms:
     def wait(self, minibatch: int) -> Tensor:
         """The total norm over all ranks: a scalar, the same everywhere."""
         norms, handle, scaled_by = self._posted.pop(minibatch)
-        total = handle.wait()
-        assert total is not None
-        row = self._sums.device.fetch(total).wait()
+        row = self._sums.device.fetch(handle.wait()).wait()
         if self.scale is not None:
             if (mean := float(row[-2]) / self._sums.size) != scaled_by:
                 raise ContractError(
