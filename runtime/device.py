@@ -238,9 +238,7 @@ class QueuedDevice(RankDevice):
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         """Memory of the host for a copy that goes on while the host does."""
-        return torch.empty_like(
-            tensor, device=devices.HOST, pin_memory=True, requires_grad=False
-        )  # fmt: skip
+        return torch.empty_like(tensor, device=devices.HOST, pin_memory=True, requires_grad=False)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return self.pinned_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))

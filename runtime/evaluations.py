@@ -24,7 +24,6 @@ from pdcompile.options import Options
 from pdcompile.passes.check.programs import Programs
 from pdcompile.plan import Edge
 from pdcompile.runtime.calls import default_of, of_target
-from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session, wirings
 from pdcompile.runtime.stage.weights import places
 from pdcompile.runtime.transport import launch
@@ -144,12 +143,17 @@ class Evaluations:
         first = self._num_outputs
         self._num_edges = len(edges)
         self._num_outputs += len(compiled.interfaces[-1].eval.outputs)
+        modules = list[nn.Module]()
+        for stage in (worker.stage for worker in session.workers):
+            interface = compiled.interfaces[stage]
+            modules.append(instance(compiled.stage_classes[stage], interface, session.model).eval())
+            session.streams.attach(modules[-1], interface)
         warn(f"{_said(unlike)}: this form of call was captured on its own, once")
         return Form(
             compiled,
             Programs(session.plan, edges, ordered=session.ordered),
             wirings(compiled, session.stages, edges),
-            [self._module(worker, compiled) for worker in session.workers],
+            modules,
             first,
             AttributeWatch(session.model, session.options.loss_fn, compiled),
         )  # fmt: skip
@@ -166,12 +170,6 @@ class Evaluations:
         known, needed = (with_edges(spec, one.eval_edges) for one in (usual, found))
         if self._session.ordered and not {*pairs(spec, known)}.issuperset(pairs(spec, needed)):
             raise _refused(unlike, "and sends values between ranks that have no connection")
-
-    def _module(self, worker: Worker, compiled: Compiled) -> nn.Module:
-        interface = compiled.interfaces[worker.stage]
-        module = instance(compiled.stage_classes[worker.stage], interface, self._session.model)
-        self._session.streams.attach(module, interface)
-        return module.eval()
 
 
 def _unlike(session: Session, flat: FlatCall) -> Unlike:

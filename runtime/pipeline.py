@@ -31,7 +31,7 @@ from pdcompile.options.option_checks import (
 )
 from pdcompile.plan import Plan
 from pdcompile.runtime.calls import begin_call, refuse_blind_start
-from pdcompile.runtime.evaluations import Evaluations, Form, Recompile
+from pdcompile.runtime.evaluations import Evaluations, Recompile
 from pdcompile.runtime.failure.first_cause import describe
 from pdcompile.runtime.outputs import result_of
 from pdcompile.runtime.saving import Saving, flush_before_state
@@ -174,11 +174,9 @@ class Pipeline(Saving):
             kept, self._model = self._model, copy_of(self._model)
             for module in kept.modules():
                 module.training = passed[module]
-        return (
-            None
-            if start is None
-            else launch.connect(start, self._options, plan, compiled.capture.division)
-        )
+        if start is None:
+            return None
+        return launch.connect(start, self._options, plan, compiled.capture.division)
 
     def _compiled(self, flat: Any, start: StartUp | None) -> Compiled:
         if flat is None and (start is None or start.rank == 0 or self._example[0] is not None):
@@ -267,25 +265,20 @@ class Pipeline(Saving):
             number = evaluation_minibatch(self._num_evaluations)
             form = None if self._evaluations is None else self._evaluations.of(flat, number)
             with nullcontext() if form is None else form.evaluating(session):
-                return self._evaluated(kind, flat, number, form)
-
-    def _evaluated(self, kind: str, flat: FlatCall, number: int, form: Form | None) -> StepResult:
-        session = self._running
-        compiled = session.compiled
-        graph = compiled.capture.eval
-        own = compiled.interfaces[-1].eval.loss_inputs == ()
-        with_loss = graph.loss is not None and (kind == "eval_step" or own)
-        feeds = begin_call(session, kind, number, flat, training=False, with_loss=with_loss)
-        self._num_evaluations += 1
-        with session.call():
-            session.drain(self._num_minibatches)
-            session.refresh(self._num_minibatches)
-        if form is not None:
-            form.take_tensors(session)
-        with session.call(number):
-            session.evaluate(number, feeds, with_loss=with_loss)
-        loss = session.workers[-1].losses[number] if with_loss else None
-        return result_of(session, graph, feeds, loss)
+                graph = session.compiled.capture.eval
+                own = session.compiled.interfaces[-1].eval.loss_inputs == ()
+                with_loss = graph.loss is not None and (kind == "eval_step" or own)
+                feeds = begin_call(session, kind, number, flat, training=False, with_loss=with_loss)
+                self._num_evaluations += 1
+                with session.call():
+                    session.drain(self._num_minibatches)
+                    session.refresh(self._num_minibatches)
+                if form is not None:
+                    form.take_tensors(session)
+                with session.call(number):
+                    session.evaluate(number, feeds, with_loss=with_loss)
+                loss = session.workers[-1].losses[number] if with_loss else None
+                return result_of(session, graph, feeds, loss)
 
     # -- one call ----------------------------------------------------------------------------
 
@@ -328,7 +321,7 @@ class Pipeline(Saving):
             # Peers may be anywhere: no message of ours would be expected.
             self._closed = True
             if self._session is not None and self._session.failed is None:
-                self._session.leave(describe(self._session.first_process, error, None, 0))
+                self._session.leave(describe(self._session.process_number(0), error, None, 0))
 
     def __del__(self) -> None:
         session = getattr(self, "_session", None)
@@ -347,7 +340,7 @@ def _end(session: Session, minibatches: int) -> None:
         try:
             session.check_changes()
         except PdcompileError as error:
-            session.leave(describe(session.first_process, error, None, 0))
+            session.leave(describe(session.process_number(0), error, None, 0))
             raise
     with session.guard():
         session.agree("close", minibatches)

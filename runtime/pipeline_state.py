@@ -121,9 +121,8 @@ class PipelineState(ModuleHints):
     def unsettled(self) -> bool:
         """True if flush() would do anything: replicas may also have something of their own."""
         session = self._session
-        return self.in_flight or (
-            session is not None and session.replicas_apart and session.failed is None
-        )
+        apart = session is not None and session.replicas_apart and session.failed is None
+        return self.in_flight or apart
 
     @property
     def position(self) -> Position:

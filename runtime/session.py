@@ -33,7 +33,7 @@ from pdcompile.runtime.stage.replicas import Replicas, ReplicaWeights
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.state.model_state import initial_state
 from pdcompile.runtime.transport.contract import Expected
-from pdcompile.runtime.transport.launch import World, data_path
+from pdcompile.runtime.transport.launch import DataPath, World, data_path
 from pdcompile.runtime.transport.links import Link, pairs
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Board, GroupSums, LocalSums, Norms, Sums
@@ -73,7 +73,7 @@ class Session(Guarded):
         self._uncompared = False  # nor are its weights known to be those of the others
         self.wirings = wirings(compiled, self.stages, compiled.eval_edges)
         path = data_path(plan, alone=True) if world is None else world.path
-        self.ordered = path.ordered
+        self.ordered = path is not DataPath.TAGS
         self._programs = Programs(plan, compiled.eval_edges, ordered=self.ordered)
         self.evaluation_programs, self.first_output = self._programs, 0  # number of its channel
         self.loss_scale = loss_scale(options.grad_scaler, self.spec.lag(0))

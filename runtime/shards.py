@@ -143,7 +143,7 @@ def _read(
         return
     seeded: Any = _Seeded(dataset, session.plan.training.seed, options.pop("collate_fn", None))
     parts: Any = (part for part in drawn() if part.rows)
-    loader: Any = DataLoader(seeded, batch_sampler=parts, collate_fn=_as_it_is, **options)
+    loader: Any = DataLoader(seeded, batch_sampler=parts, collate_fn=tuple, **options)
     for batch, drew in loader:
         if drew:
             raise InputError(
@@ -192,7 +192,7 @@ class _Seeded:
             self._begin(part, -1)
             before = _generators()
             batch = self._collate(samples)
-            return batch, part.partial and _generators() != before
+            return batch, part.partial and _generators() != before  # a tuple, which `tuple` keeps
 
     def _begin(self, part: _Part, row: int) -> None:
         reseed(seed_of(self._seed, part.number, row, "pipe.shard", 0))
@@ -201,10 +201,6 @@ class _Seeded:
 
 def _generators() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), python_draws.states()
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _digest(indices: list[Any]) -> int:

@@ -203,14 +203,9 @@ class Guarded:
         return rank if self.world is None else self.world.process
 
     @property
-    def first_process(self) -> int:
-        """The number of this process among all of the pipeline; 0 where it is alone."""
-        return self.process_number(0)
-
-    @property
     def is_first(self) -> bool:
         """True on the process that shows and keeps what is there once."""
-        return self.first_process == 0
+        return self.process_number(0) == 0
 
     @property
     def is_first_part(self) -> bool:

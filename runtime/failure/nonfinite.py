@@ -66,10 +66,8 @@ class NonFiniteCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def _exact(self) -> bool:
         """True if nobody means infinity in what runs now."""
-        ins = self._current
-        if ins is None or ins.action.phase is not Phase.COMPUTE:
-            return False
-        return ins.action is not Action.FORWARD
+        action = None if self._current is None else self._current.action
+        return action not in (None, Action.FORWARD) and action.phase is Phase.COMPUTE
 
     @property
     def _current(self) -> Instruction | None:

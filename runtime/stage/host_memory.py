@@ -46,7 +46,9 @@ def shared_weights(
     Raises:
         ConfigError: those of another pipeline are there, or processes cannot map each other's.
     """
-    if mine := [fqn for fqn, one in state.tensors.items() if _in_host_memory(one)]:
+    parameters = {f: one for f, one in state.tensors.items() if isinstance(one, nn.Parameter)}
+    resting = [(fqn, one) for fqn, one in parameters.items() if devices.on_host(one)]
+    if mine := [fqn for fqn, one in resting if one.untyped_storage().filename in _mapped]:
         raise ConfigError(
             "another pipeline of this model has its weights where other ranks write them, too",
             where=mine[0],
@@ -78,8 +80,8 @@ def shared_weights(
         devices.pin(maps[0])
     found = dict[str, Shared]()
     for fqn, offsets in places.items():
-        one = state.tensors.get(fqn)
-        if isinstance(one, nn.Parameter) and not one.is_meta and one.numel():
+        one = parameters.get(fqn)
+        if one is not None and not one.is_meta and one.numel():
             versions, own = ([_at(memory, at, one) for at in offsets] for memory in maps)
             found[fqn] = Shared(one, versions, own, state.updated_here(fqn))
             for version in versions:  # all processes write the same values
@@ -116,12 +118,6 @@ def brought(module: nn.Module, device: RankDevice) -> Iterator[None]:
         came = [(own, device.fetch(c.grad)) for own, c in copies.items() if c.grad is not None]
         if came:
             accumulate([(own, one.wait()) for own, one in came])
-
-
-def _in_host_memory(tensor: Tensor) -> bool:
-    """True if a tensor is where other processes write it."""
-    here = isinstance(tensor, nn.Parameter) and devices.on_host(tensor)
-    return here and tensor.untyped_storage().filename in _mapped
 
 
 def _at(memory: Tensor, offset: int, like: Tensor) -> Tensor:

@@ -95,12 +95,10 @@ class Replicas:
             weights.run_hooks(minibatch, gradients, tied)
             if not self.updates:
                 weights.give_back(minibatch)
-        elif action is Action.POST_GATHER:
-            if self._gathering is not None:
-                self._gathering.post(number, self._updated(number))
-        elif action is Action.WAIT_GATHER:
-            if self._gathering is not None:
-                self._gathering.wait(number, self._updated(number))
+        elif action in (Action.POST_GATHER, Action.WAIT_GATHER):
+            if (gathering := self._gathering) is not None:
+                run = gathering.post if action is Action.POST_GATHER else gathering.wait
+                run(number, {f: weights.parameter(number + 1, f).data for f in weights.owned})
         elif action is Action.POST_BUFFERS:
             held = weights.buffers(self._written)
             owned = weights.owned if self._sums.apart else ()
@@ -149,11 +147,6 @@ class Replicas:
             each = torch.split(handle.wait().amax(0), [held[name].numel() for name in names])
             for name, one in zip(names, each, strict=True) if first.newest <= number else ():
                 held[name].copy_(one.view(held[name].shape))
-
-    def _updated(self, number: int) -> dict[str, Tensor]:
-        """The weights that an update makes."""
-        weights = self._weights
-        return {fqn: weights.parameter(number + 1, fqn).data for fqn in weights.owned}
 
     def _waits(self, minibatch: int) -> bool:
         """True if gradients of this stage wait for others where a minibatch is the next."""

@@ -222,16 +222,12 @@ class StageWeights(StageGradients):
     def restart(self, minibatches: int) -> None:
         """A new history begins after so many minibatches, with other weights."""
         self.forget()
-        self._begin(minibatches)
-        for fqn, master in self._masters.items():
-            master.data = self.parameter(self.newest, fqn).data
-
-    def _begin(self, minibatches: int) -> None:
-        """A history begins, without gradients that wait for others of their group."""
-        if self.group > 1:
+        if self.group > 1:  # gradients that wait for others of their group are of the old one
             self._put_aside()
             self.gradients.clear()
         self.newest, self.begun = self.update_of(minibatches), minibatches
+        for fqn, master in self._masters.items():
+            master.data = self.parameter(self.newest, fqn).data
 
     def load(self, fqn: str, value: Tensor) -> bool:
         """Overwrite every version of a trainable parameter, if it is held here."""

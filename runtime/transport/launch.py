@@ -60,11 +60,6 @@ class DataPath(StrEnum):
         """True if data goes from and into memory of the device."""
         return self is DataPath.NCCL
 
-    @property
-    def ordered(self) -> bool:
-        """True if data goes without tags, in device order."""
-        return self is not DataPath.TAGS
-
 
 class World:
     """The processes of one pipeline, and their connections.
@@ -74,23 +69,21 @@ class World:
     this process's stage, None where it is whole.
     """
 
-    def __init__(
-        self, start: StartUp, options: Options, plan: Plan, path: DataPath, division: Division
-    ) -> None:
+    def __init__(self, start: StartUp, options: Options, plan: Plan, division: Division) -> None:
+        self.path = data_path(plan, alone=False)
         self.process, self.size = start.rank, start.size
         self.processes = [plan.processes_of(rank) for rank in range(plan.num_columns)]
         self.rank = next(r for r, those in enumerate(self.processes) if start.rank in those)
         self.part = self.processes[self.rank].index(start.rank)
         self.places = Places(self.processes, self.part)
         self.sealed = debugs_messages()
-        self.path = path
         self.store = every = PrefixStore("connected", start.store)
         # Before anyone connects: one that leaves would disturb those that still do.
         agreed = {
             "the plan": plan.hash()[:16],
             "torch": torch.__version__,
             _DEBUG: "messages" if self.sealed else "not set",
-            _TRANSPORT: str(path),
+            _TRANSPORT: str(self.path),
         }
         start.compare("agreement", agreed)
         mine = network()  # of the machine
@@ -231,9 +224,8 @@ def connect(start: StartUp, options: Options, plan: Plan, division: Division) ->
             remedy=f"start it with torchrun --nproc-per-node={plan.num_processes}, or plan for "
             f"stages={start.size}",
         )
-    path = data_path(plan, alone=False)
     try:
-        return World(start, options, plan, path, division)
+        return World(start, options, plan, division)
     except RuntimeError as error:
         raise LaunchError(
             f"rank {start.rank} of {start.size} cannot connect to the others: "
