@@ -39,19 +39,17 @@ class Shard:
         """The call that it stands for."""
         if self.batch is None:
             return empty_call(model, self.whole)
-        inputs, target = self._pair() if with_target else (self.batch, None)
+        inputs, target = self.batch, None
+        if with_target:
+            if not isinstance(inputs, list | tuple) or len(inputs) != 2:
+                raise InputError(
+                    f"samples were collated to a {type(inputs).__name__}, and not to two parts",
+                    remedy="with a loss_fn, a sample of the dataset is a pair (inputs, target)",
+                )
+            inputs, target = inputs
         inputs = tuple(inputs) if isinstance(inputs, list) else inputs  # as DataLoader has tuples
         flat = example_call(model, inputs, target)
         return FlatCall(flat.leaves, flat.spec, self.whole)
-
-    def _pair(self) -> tuple[Any, Any]:
-        if not isinstance(self.batch, list | tuple) or len(self.batch) != 2:
-            raise InputError(
-                f"samples were collated to a {type(self.batch).__name__}, and not to two parts",
-                remedy="with a loss_fn, a sample of the dataset is a pair (inputs, target)",
-            )
-        inputs, target = self.batch
-        return inputs, target
 
 
 def shards(

@@ -67,17 +67,13 @@ def show_once(text: str, show: Callable[[bool], None], *, derived: bool) -> tupl
     return tuple(sorted({*same} - {own.rank}))
 
 
-def _entries(board: Any) -> list[_Entry]:
-    lines = [line.split() for line in str(board.get(_KEY), "utf-8").splitlines()]
-    return [_Entry(int(rank), derived == "1", digest) for rank, derived, digest in lines]
-
-
 def _settled(board: Any) -> list[_Entry]:
     """The errors once all ranks have one, or after a moment."""
     deadline, size = time.monotonic() + SETTLE_SECONDS, int(os.environ["WORLD_SIZE"])
-    while len(found := _entries(board)) < size and time.monotonic() < deadline:
+    while len(rows := board.get(_KEY).decode().split("\n")) <= size and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found
+    found = (row.split() for row in rows[:-1])
+    return [_Entry(int(rank), derived == "1", digest) for rank, derived, digest in found]
 
 
 def _board() -> Any:

@@ -64,7 +64,8 @@ class PipelineExit:
         if self.watchdog is not None:
             self.watchdog.stop()
         if failed and self.here and threading.current_thread() is threading.main_thread():
-            _Hooks.hasten()
+            if _Hooks.present is not None:
+                _Hooks.present.hastens = True
         elif not _open:
             _Hooks.remove()
 
@@ -104,10 +105,12 @@ class PipelineExit:
 class _Hooks:
     """The hooks of the interpreter, ours while a pipeline is open; they hand on to those before."""
 
-    _present: _Hooks | None = None
+    present: _Hooks | None = None
 
     def __init__(self) -> None:
-        self._hastens = False
+        self.hastens = (
+            False  # a pipeline has failed: should that end the program, others wait for it
+        )
         self._before = sys.excepthook, threading.excepthook
         self._mine = self._of_program, self._of_thread
         sys.excepthook, threading.excepthook = self._mine
@@ -115,12 +118,12 @@ class _Hooks:
 
     @classmethod
     def install(cls) -> None:
-        cls._present = cls._present or cls()
+        cls.present = cls.present or cls()
 
     @classmethod
     def remove(cls) -> None:
         """Put the hooks back, unless the program has put others on top of them."""
-        hooks, cls._present = cls._present, None
+        hooks, cls.present = cls.present, None
         if hooks is None:
             return
         if sys.excepthook is hooks._mine[0]:
@@ -128,12 +131,6 @@ class _Hooks:
         if threading.excepthook is hooks._mine[1]:
             threading.excepthook = hooks._before[1]
         atexit.unregister(hooks._at_exit)
-
-    @classmethod
-    def hasten(cls) -> None:
-        """A pipeline has failed: should that end the program, others wait for its process."""
-        if cls._present is not None:
-            cls._present._hastens = True
 
     def _of_program(self, kind: Any, error: BaseException, trace: Any) -> None:
         pipelines = list(_open)
@@ -145,7 +142,7 @@ class _Hooks:
             for one in pipelines if not _goes_on() else ():
                 if one in _open:
                     one.end()
-            if self._hastens and not issubclass(kind, KeyboardInterrupt) and not _goes_on():
+            if self.hastens and not issubclass(kind, KeyboardInterrupt) and not _goes_on():
                 _end()
 
     def _of_thread(self, args: Any) -> None:

@@ -120,7 +120,10 @@ class StageGradients:
         A .grad that was there before was added to where it is, and shares none.
         """
         held = [(fqn, self.parameter(version, fqn)) for fqn in self._without]
-        self._without = [fqn for fqn, one in held if not _separated(one, memories)]
+        self._without = [fqn for fqn, one in held if one.grad is None]
+        for _, one in held:
+            if one.grad is not None and memory_of(one.grad) in memories:
+                one.grad = one.grad.clone()
 
     def harvest(self, minibatch: int) -> Gradients:
         """The gradients of the update that takes a minibatch, of owned parameters that have one,
@@ -253,11 +256,3 @@ class StageGradients:
         for fqn, gradient in self._earlier.items():
             self._masters[fqn].grad = gradient
         self._earlier = {}
-
-
-def _separated(parameter: nn.Parameter, memories: Collection[int]) -> bool:
-    """True if it has a gradient, which then has memory of its own."""
-    gradient = parameter.grad
-    if gradient is not None and memory_of(gradient) in memories:
-        parameter.grad = gradient.clone()
-    return gradient is not None

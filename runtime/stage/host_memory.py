@@ -97,8 +97,7 @@ def shared_weights(
 def _alone(state: State, fqn: str, count: int, device: RankDevice) -> Shared:
     """The same of a process that has all ranks: nobody else reads what it writes."""
     one = cast(nn.Parameter, state.tensors[fqn])
-    versions = [device.pinned(one.nbytes).view(one.dtype) for _ in range(count)]
-    versions = [flat.as_strided(one.shape, one.stride()).copy_(one.data) for flat in versions]
+    versions = [_at(device.pinned(one.nbytes), 0, one).copy_(one.data) for _ in range(count)]
     one.data = versions[0]
     return Shared(one, versions, versions, here=True)
 

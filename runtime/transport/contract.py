@@ -85,9 +85,8 @@ def from_bytes(flat: Tensor, expected: Expected, order: tuple[int, ...]) -> Tens
     memory = (flat if flat.numel() == num_bytes else flat[:num_bytes]).view(expected.dtype)
     if _natural(order):
         return memory.view(expected.shape)
-    position = {dim: at for at, dim in enumerate(order)}
     shape = [expected.shape[dim] for dim in order]
-    return memory.view(shape).permute([position[dim] for dim in range(len(order))])
+    return memory.view(shape).permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _natural(order: tuple[int, ...]) -> bool:

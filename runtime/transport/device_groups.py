@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pdcompile.errors import LaunchError
 from pdcompile.hardware import devices
@@ -50,9 +49,15 @@ def connected(
     devices.apart_for_nccl()
     try:
         with _settings():
-            group = dist.ProcessGroupNCCL(store, ranks.index(rank), len(ranks), options)
+            group: Any = dist.ProcessGroupNCCL(store, ranks.index(rank), len(ranks), options)
         group.eager_connect_single_device(device)
-        _first(group, ranks.index(rank), torch.zeros(1, device=device), pair=len(ranks) == 2)
+        tensor = torch.zeros(1, device=device)  # for an operation of each sort that will come
+        group.allreduce([tensor]).wait()
+        if len(ranks) == 2:
+            index, both = ranks.index(rank), (group.send, group.recv)
+            for begin in both if index == 0 else both[::-1]:
+                begin([tensor], 1 - index, 0).wait()
+        devices.synchronize(tensor.device)
     except RuntimeError as error:
         said = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise LaunchError(
@@ -62,15 +67,6 @@ def connected(
             "the hosts instead",
         ) from None
     return group
-
-
-def _first(group: Any, index: int, tensor: Tensor, *, pair: bool) -> None:
-    """An operation of each sort that will come."""
-    group.allreduce([tensor]).wait()
-    if pair:
-        for begin in (group.send, group.recv) if index == 0 else (group.recv, group.send):
-            begin([tensor], 1 - index, 0).wait()
-    devices.synchronize(tensor.device)
 
 
 @contextmanager

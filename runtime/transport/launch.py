@@ -104,8 +104,8 @@ class World:
         try:
             self.group = self._connected(every, self.process, self.size)
             if len(those := self.processes[self.rank]) > 1:
-                self.column = PrefixStore(f"stage/{self.rank}", every)
-                group = self._connected(self.column, self.part, len(those))
+                column = PrefixStore(f"stage/{self.rank}", every)
+                group = self._connected(column, self.part, len(those))
                 following = those[(self.part + 1) % len(those)]
                 self.beside = PartsGroup(group, self.part, division, self.peers.log, following)
         except BaseException as error:
@@ -130,12 +130,7 @@ class World:
     def connect_parts(self, device: RankDevice) -> None:
         """Let the parts of a stage exchange values between their devices."""
         if self.beside is not None and self.path.direct:
-            processes = self.processes[self.rank]
-            with self.peers.log.meeting():
-                self.beside.on_devices = device_groups.connected(
-                    PrefixStore("devices", self.column), self.process, processes, device.device,
-                    _TIMEOUT,
-                )  # fmt: skip
+            self.beside.on_devices = self.subgroup("parts", self.processes[self.rank], device)
 
     def subgroup(self, name: str, processes: tuple[int, ...], device: RankDevice) -> Any:
         """Connections between some of the processes alone, for data; each of them calls this."""
