@@ -253,12 +253,9 @@ def _raised_on_purpose(error: ForwardRaised) -> str | None:
 
 def _on_purpose(error: BaseException) -> bool:
     """True if a raise statement or an assert of Python raised it, outside of any operator."""
-    traceback = error.__traceback__
-    last = None
-    while traceback is not None:
-        if traceback.tb_frame.f_code is Tape.__torch_function__.__code__:
-            return False
-        last, traceback = traceback, traceback.tb_next
-    if last is None:
+    at, operator = error.__traceback__, Tape.__torch_function__.__code__
+    while at is not None and at.tb_frame.f_code is not operator and at.tb_next is not None:
+        at = at.tb_next
+    if at is None or at.tb_frame.f_code is operator:
         return False
-    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return at.tb_frame.f_code.co_code[at.tb_lasti] == dis.opmap["RAISE_VARARGS"]

@@ -107,23 +107,14 @@ class SizeMerge:
             raise self._differs(parts, what, where)
         scale, rest = divmod(n1 - n0, b1 - b0)
         found = Affine(scale, n0 - scale * b0)
-        if (
-            rest
-            or scale == 0
-            or any(found.at(b) != n for b, n in zip(self.sizes, parts, strict=True))
-        ):
+        fits = all(found.at(b) == n for b, n in zip(self.sizes, parts, strict=True))
+        if rest or scale == 0 or not fits:
             raise self._differs(parts, what, where)
         return found
 
     def _merged(self, parts: Sequence[Any], what: str, maker: Op | None) -> Any:
-        try:
-            return self._fields(parts, what, None if maker is None else maker.source)
-        except TraceError as error:
-            error.module_path = None if maker is None else scope_of(maker)
-            raise
-
-    def _fields(self, parts: Sequence[Any], what: str, where: str | None) -> Any:
         changes: dict[str, Any] = {}
+        where = None if maker is None else maker.source
         names, values = _compared(parts[0].__class__)
         for name, versions in zip(names, zip(*map(values, parts), strict=True), strict=True):
             first = versions[0]
@@ -132,7 +123,11 @@ class SizeMerge:
             if name in _MEASURED:
                 changes[name] = self._measured(versions)
             elif any(version is not first for version in versions):
-                changes[name] = self.any(versions, f"{name} of {what}", where)
+                try:
+                    changes[name] = self.any(versions, f"{name} of {what}", where)
+                except TraceError as error:
+                    error.module_path = None if maker is None else scope_of(maker)
+                    raise
         return replace(parts[0], **changes) if changes else parts[0]
 
     def _measured(self, parts: Sequence[int | None]) -> Any:

@@ -141,11 +141,8 @@ def emptied(known: list[Any]) -> Iterator[None]:
         yield
     finally:
         for cache, misses in zip(known, before, strict=True):
-            if cache.cache_info().misses != misses and _is_cache_of_user(cache):
+            home = str(getattr(cache, "__module__", "")).split(".")
+            # A logging module caches which messages the user has seen (warning_once).
+            of_user = home[-1] != "logging" and home[0] not in _NOT_USERS
+            if of_user and cache.cache_info().misses != misses:
                 cache.cache_clear()
-
-
-def _is_cache_of_user(cache: Any) -> bool:
-    home = str(getattr(cache, "__module__", "")).split(".")
-    # A logging module caches which messages the user has seen (warning_once).
-    return home[-1] != "logging" and home[0] not in _NOT_USERS

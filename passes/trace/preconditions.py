@@ -29,7 +29,15 @@ def check_model(model: Any) -> None:
         where = path or "the model"
         if flaw := _flaw(module):
             raise TraceError(f"{where} {flaw[0]}", where=where, remedy=flaw[1])
-        _refuse_hidden(path, module)
+        for name, child in module.named_children():
+            if getattr(module, name, None) is not child:  # the name of a method leads to that
+                fqn = f"{path}.{name}" if path else name
+                raise TraceError(
+                    f"the submodule {fqn!r} is hidden by the attribute {name!r} of "
+                    f"{type(module).__name__}",
+                    where=fqn,
+                    remedy="give it another name",
+                )
         if not path and has_backward_hook(module):
             raise backward_hook(where)
     tensors = [
@@ -79,19 +87,6 @@ def backward_hook(where: str) -> TraceError:
         remedy="remove it; gradients of parameters can be changed by "
         "Parameter.register_hook, or between forward_backward and the update",
     )
-
-
-def _refuse_hidden(path: str, module: nn.Module) -> None:
-    """Refuses a child whose name is that of a method: the name leads to the method."""
-    for name, child in module.named_children():
-        if getattr(module, name, None) is not child:
-            fqn = f"{path}.{name}" if path else name
-            raise TraceError(
-                f"the submodule {fqn!r} is hidden by the attribute {name!r} of "
-                f"{type(module).__name__}",
-                where=fqn,
-                remedy="give it another name",
-            )
 
 
 def _refuse_shared_memory(tensors: dict[str, torch.Tensor]) -> None:

@@ -34,8 +34,6 @@ _BY_VALUE = (
     UnsupportedOperatorException,
 )
 Fill = Callable[[Tensor], Any]
-
-
 _FILLS: tuple[tuple[Fill, bool], ...] = (  # whether the call has to succeed on it
     (lambda tensor: tensor.zero_(), True),
     (lambda tensor: tensor.fill_(1), True),

@@ -30,9 +30,8 @@ class LeafModules(Interceptor):
     ) -> Any:
         tape, path = self.tape, call[0]
         module = tape.table.modules[path]
-        leaf = path and tape.region == "forward"
-        leaf = leaf and tape.table.constructor(path, tape.training) is not None
-        if not leaf:
+        inside = path and tape.region == "forward"
+        if not inside or tape.table.constructor(path, tape.training) is None:
             return proceed(call, plain, args, kwargs)
         with tape.running(call):
             draw = tape.draw() if is_random_module(module) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from pdcompile.eager.randomness import is_leaf
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Argument, TensorInfo
 from pdcompile.ir.targets import dtype_name
+from pdcompile.passes.trace.preconditions import has_backward_hook
 from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.observer import source_of_class
 from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
@@ -31,11 +33,8 @@ class ModuleTable:
     """Names of all modules and tensors of a model; built once, before the model runs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.names: dict[int, str] = {}
-        self.modules: dict[str, nn.Module] = {}
-        for path, module in model.named_modules():
-            self.names[id(module)] = path
-            self.modules[path] = module
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.names = {id(module): path for path, module in self.modules.items()}
         self.classes = {
             path: (qualified_name(type(module)), source_of_class(type(module)))
             for path, module in self.modules.items()
@@ -76,11 +75,8 @@ class ModuleTable:
 
     def constant(self, tensor: torch.Tensor, name: str) -> str:
         """Enters an unregistered tensor that forward uses; returns its FQN."""
-        fqn = name
-        count = 0
-        while fqn in self.tensors:
-            count += 1
-            fqn = f"{name}_{count}"
+        numbered = chain((name,), (f"{name}_{n}" for n in count(1)))
+        fqn = next(one for one in numbered if one not in self.tensors)
         self._add(fqn, tensor, "constant", False)
         return fqn
 
@@ -88,7 +84,9 @@ class ModuleTable:
         """Enters a tensor that forward made of an array; an equal earlier one has the same FQN."""
         self._fresh.append(tensor)  # kept alive, so that its id stays unique
         with no_dispatch_modes(), NoTorchFunction():
-            first = next(other for other in self._fresh if _same_tensor(other, tensor))
+            like = (tensor.dtype, tensor.stride())
+            alike = (one for one in self._fresh if (one.dtype, one.stride()) == like)
+            first = next(one for one in alike if one is tensor or torch.equal(one, tensor))
         if first is tensor:
             self.constant(tensor, "constant")
         self.fqns[id(tensor)] = self.fqns[id(first)]
@@ -252,12 +250,4 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    hooks = (
-        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-    )  # fmt: skip
-    return any(getattr(module, name) for name in hooks)
-
-
-def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = one.dtype == other.dtype and one.stride() == other.stride()
-    return one is other or (alike and torch.equal(one, other))
+    return bool(module._forward_hooks or module._forward_pre_hooks or has_backward_hook(module))

@@ -52,9 +52,8 @@ class Tape(TorchFunctionMode):
         interceptors: asked in this order before a call is recorded.
     """
 
-    examples: Callable[
-        [], Iterator[Mapping[str, torch.Tensor]]
-    ]  # `example_calls`, set before a run
+    #: `example_calls`, set before a run
+    examples: Callable[[], Iterator[Mapping[str, torch.Tensor]]]
 
     def __init__(
         self,
