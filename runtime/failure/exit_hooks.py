@@ -108,9 +108,8 @@ class _Hooks:
     present: _Hooks | None = None
 
     def __init__(self) -> None:
-        self.hastens = (
-            False  # a pipeline has failed: should that end the program, others wait for it
-        )
+        #: a pipeline has failed: should that end the program, others wait for its process
+        self.hastens = False
         self._before = sys.excepthook, threading.excepthook
         self._mine = self._of_program, self._of_thread
         sys.excepthook, threading.excepthook = self._mine
