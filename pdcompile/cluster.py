@@ -235,25 +235,16 @@ class Cluster:
             ClusterError: unreadable file, unknown key or unit, level sizes that do not multiply
                 to the number of devices; names the file and the key.
         """
-        with errors_as(
-            ClusterError,
-            "cannot read the cluster file",
-            path,
-            "give the path of a cluster.toml, or '2x4' (hosts x devices)",
-        ):
+        remedy = "give the path of a cluster.toml, or '2x4' (hosts x devices)"
+        with errors_as(ClusterError, "cannot read the cluster file", path, remedy):
             text = read_limited(path)
         return Cluster.from_toml(text, where=str(path))
 
     @staticmethod
     def from_toml(text: str | bytes, *, where: str = "cluster.toml") -> Cluster:
         """Inverse of `to_toml`.  Raises ClusterError that names file and key."""
-        data = loads(
-            text,
-            where=where,
-            error=ClusterError,
-            parse=toml_tree,
-            remedy="write [[devices]] and [[levels]] tables of key = value lines",
-        )
+        remedy = "write [[devices]] and [[levels]] tables of key = value lines"
+        data = loads(text, where=where, error=ClusterError, parse=toml_tree, remedy=remedy)
         try:
             return _read(data, where)
         except ConfigError as error:  # a unit: the parser of units knows no clusters

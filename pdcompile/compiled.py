@@ -83,19 +83,14 @@ class Compiled:
     @cached_property
     def _making(self) -> set[int]:
         placed = stage_of_ops(self.capture.train, self.plan)
-        evaluation = place_eval(self.capture, placed)
-        return making_of_nothing(self.capture.train, placed) | making_of_nothing(
-            self.capture.eval, evaluation
-        )
+        evaluation = making_of_nothing(self.capture.eval, place_eval(self.capture, placed))
+        return making_of_nothing(self.capture.train, placed) | evaluation
 
     def explain(self) -> str:
         """The plan as a table with its certificate, what was proved, and what was verified."""
-        parts = [explain(self.plan).rstrip(), str(self.proof)]
-        if self.verification is None:
-            parts.append("not verified (verify='off')")
-        else:
-            parts.append(str(self.verification))
-        return "\n".join(parts)
+        verified = self.verification
+        said = "not verified (verify='off')" if verified is None else str(verified)
+        return "\n".join([explain(self.plan).rstrip(), str(self.proof), said])
 
     def dump(self, folder: str, model: nn.Module | None = None) -> None:
         """Write stage_0.py, stage_1.py, …, pipeline.py and plan.json into a folder."""

@@ -72,12 +72,8 @@ class PassRunner:
         to_json = getattr(form, "to_json", None)
         suffix, text = ("json", to_json()) if to_json else ("txt", str(form))
         path = folder / f"{len(self.seconds):02d}_{name}.{suffix}"
-        with errors_as(
-            ConfigError,
-            f"cannot write the form of pass '{name}'",
-            path,
-            "point PDCOMPILE_DUMP at a folder that can be written, or unset it",
-        ):
+        remedy = "point PDCOMPILE_DUMP at a folder that can be written, or unset it"
+        with errors_as(ConfigError, f"cannot write the form of pass '{name}'", path, remedy):
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
 

@@ -176,14 +176,11 @@ def load_target(target: str) -> Workload:
         ConfigError: the text has another form; file, module or function is missing; the
             function wants arguments, raises (the cause is chained) or returns something else.
     """
-    return _as_workload(call(load_function(target), target), target)
-
-
-def _as_workload(value: Any, target: str) -> Workload:
     from torch import nn
 
     from pdcompile.options.option_checks import check_model
 
+    value = call(load_function(target), target)
     if isinstance(value, nn.Module):
         raise ConfigError(
             f"the target returned only a model ({type(value).__name__}), without example inputs",

@@ -48,8 +48,17 @@ def cluster_of(text: str) -> Cluster:
     if text.endswith(".toml"):
         return Cluster.load(text)
     kind, colon, rest = text.partition(":")
+    if text in names():
+        return described(text)
     if not colon:
-        return described(text) if text in names() else _counted(text)
+        try:
+            return Cluster.parse(text)  # with assumed links
+        except ClusterError as error:
+            raise ClusterError(
+                error.message,
+                remedy=f"{did_you_mean(text, names())}{error.remedy}, 'local:4' for four stages in "
+                f"one process; machines with a name are {', '.join(names())}",
+            ) from None
     if kind == "local":
         if not (rest.isascii() and rest.isdigit() and int(rest) > 0):
             raise ClusterError(
@@ -57,19 +66,6 @@ def cluster_of(text: str) -> Cluster:
             )
         return Cluster.local(int(rest))
     return _so_many(kind, rest)
-
-
-def _counted(text: str) -> Cluster:
-    """Hosts and devices, with assumed links."""
-    try:
-        return Cluster.parse(text)
-    except ClusterError as error:
-        known = f"machines with a name are {', '.join(names())}"
-        raise ClusterError(
-            error.message,
-            remedy=f"{did_you_mean(text, names())}{error.remedy}, 'local:4' for four stages in one "
-            f"process; {known}",
-        ) from None
 
 
 def _so_many(counts: str, name: str) -> Cluster:

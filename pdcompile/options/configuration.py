@@ -443,8 +443,17 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
     batch, given = configuration.training.batch_size, options.microbatch_counts
     if given is not None:
         held = [m for m in given if sizes.holds_parts(batch, m)]
-        if odd := [m for m in given if m not in held]:
-            raise _of_another_graph(odd[0], held, batch, sizes)
+        if odd := [m for m in given if m not in held]:  # they are too small, or too large
+            m, size = odd[0], batch // odd[0]
+            reason = sizes.below if size < sizes.smallest else sizes.above
+            kept = f"--microbatches {','.join(map(str, held))}, and " if held else ""
+            raise ConfigError(
+                f"{m} microbatches of {batch} samples have {size} sample{'s' * (size > 1)} each, "
+                "for which the model is another graph than for the others; a search is of one"
+                + (f": {reason}" if reason else ""),
+                where="--microbatches",
+                remedy=f"plan apart: {kept}--microbatches {m}; pdcompile diff compares the plans",
+            )
         return tuple(dict.fromkeys(given))
     usual = configuration.training.num_microbatches
     if updates_each(options):
@@ -462,20 +471,6 @@ def _counts(options: Options, configuration: Configuration, sizes: SizeRange) ->
         below = sum(m < usual for m in near)
         near.pop(-2 if below * 2 < len(near) else 1)
     return tuple(sorted(near, key=lambda m: (m != usual, m))) or (usual,)
-
-
-def _of_another_graph(m: int, held: list[int], batch: int, sizes: SizeRange) -> ConfigError:
-    """A number of microbatches that are too small, or too large, for the capture."""
-    size = batch // m
-    reason = sizes.below if size < sizes.smallest else sizes.above
-    kept = f"--microbatches {','.join(map(str, held))}, and " if held else ""
-    return ConfigError(
-        f"{m} microbatches of {batch} samples have {size} sample{'s' * (size > 1)} each, for which "
-        "the model is another graph than for the others; a search is of one"
-        + (f": {reason}" if reason else ""),
-        where="--microbatches",
-        remedy=f"plan apart: {kept}--microbatches {m}; pdcompile diff compares the plans",
-    )
 
 
 def capture_size(options: Options, configuration: Configuration) -> int:
