@@ -344,6 +344,22 @@ def all_ideals(
     return lattice.down_closed(*lattice.neighbours(model.num_groups, model.arcs), limit, late=late)
 
 
+def nearest(places: Iterable[int], stage_of: Sequence[int], most: int) -> list[int]:
+    """So many of these places between items, those nearest to where an assignment is cut."""
+    ends = np.flatnonzero(np.diff(stage_of)) + 1
+    return sorted(sorted(places, key=lambda place: int(np.abs(ends - place).min()))[:most])
+
+
+def between(problem: PartitionProblem, places: Sequence[int]) -> Model:
+    """The model whose groups are the items from one of these places to the next.
+
+    Raises:
+        InfeasibleError: what is to be apart lies between two of them.
+    """
+    runs = pairwise((0, *places, len(problem.items)))
+    return build(problem, [range(*run) for run in runs])
+
+
 def positions(model: Model) -> list[int]:
     """The ideals that hold the first groups of the given order, as bit masks."""
     return [(1 << k) - 1 for k in range(model.num_groups + 1)]

@@ -16,8 +16,10 @@ from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
+    between,
     build,
     contracted,
+    nearest,
     next_to,
     positions,
 )
@@ -164,7 +166,7 @@ def any_assignment_of(
 def cut_by_program(search: Search) -> None:
     """Dynamic program: exact over all ideals when they are few, else a start.
 
-    Large problems get a plan from a coarse model first, which is all where that finds one.
+    Large problems get a plan from a coarse model first, and one from all places near its cuts.
     """
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:
@@ -175,6 +177,9 @@ def cut_by_program(search: Search) -> None:
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, lambda: budget.late)
     if ideals is None and model.num_groups > FIRST and search.best is not None:
+        places = range(1, len(search.problem.items))
+        near = between(search.problem, nearest(places, search.best.stage_of, FIRST))
+        run_program(search, Segments(near, positions(near)), budget)
         return
     segments = Segments(small, ideals or positions(small), complete=ideals is not None)
     with suppress(OutOfTimeError):

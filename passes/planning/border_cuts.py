@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chains import evenest
-from pdcompile.passes.partition.model import build, next_to, positions
+from pdcompile.passes.partition.model import between, nearest, next_to, positions
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.planning.graph_free import updated_sizes
 from pdcompile.plan import Certificate
@@ -210,13 +210,11 @@ class Borders:
         stages, n = self.plan.stages, len(self.plan.problem.items)
         free = on_stages(self.plan.problem, len(stages))
         free = replace(free, stages=(StageLimits(),) * len(stages))
-        before, ends = divided_before(self.units, n), np.flatnonzero(np.diff(self.plan.stage_of))
-        places = [p for p in range(1, n) if before[p] <= kind]
-        places.sort(key=lambda p: int(np.abs(ends + 1 - p).min()))
-        runs = pairwise((0, *sorted(places[:POSITIONS]), n))
+        before = divided_before(self.units, n)
+        borders = [p for p in range(1, n) if before[p] <= kind]
         try:
-            model = build(free, [range(*run) for run in runs])
-        except InfeasibleError:  # what is to be apart lies between two borders
+            model = between(free, nearest(borders, self.plan.stage_of, POSITIONS))
+        except InfeasibleError:
             return self._known()
 
         def tried(groups: tuple[int, ...] | None) -> tuple[float, tuple[int, ...]] | None:
