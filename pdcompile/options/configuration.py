@@ -157,7 +157,14 @@ def machines(options: Options, num_ranks: int | None) -> tuple[int, Cluster]:
             where="cluster",
             remedy=f"leave [parts] out, list all devices, and give parts={cluster.parts.size}",
         )
-    cluster = _limited(cluster.grouped(unlike or options.stage_parts), options.memory)
+    cluster = cluster.grouped(unlike or options.stage_parts)
+    if options.memory is not None:  # plans and reports then show it
+        limit = parse_bytes(options.memory, what="memory")
+        limits = (min(limit, one.memory_bytes or limit) for one in cluster.devices)
+        pairs = zip(cluster.devices, limits, strict=True)
+        cluster = replace(
+            cluster, devices=tuple(replace(one, memory_bytes=least) for one, least in pairs)
+        )
     recomputation(options, stages)
     kind = kind_of(chosen_schedule(options))
     for message, remedy in elsewhere(kind, cluster.hosts):
@@ -358,18 +365,6 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
         remedy = f"microbatches={batch_size} or fewer, or a larger minibatch"
         raise ConfigError(message, remedy=remedy)
     return int(given if splits else most)  # several are refused where nothing splits
-
-
-def _limited(cluster: Cluster, memory: int | str | None) -> Cluster:
-    """The cluster with the user's limit on every device: plans and reports then show it."""
-    if memory is None:
-        return cluster
-    limit = parse_bytes(memory, what="memory")
-    devices = tuple(
-        replace(device, memory_bytes=min(limit, device.memory_bytes or limit))
-        for device in cluster.devices
-    )
-    return replace(cluster, devices=devices)
 
 
 def search_space(options: Options, configuration: Configuration, sizes: SizeRange) -> SearchSpace:
