@@ -171,10 +171,6 @@ class Flags:
         silent = {name: one for name, one in workload.options.items() if found.get(name) is None}
         return Options.given(found | silent | {"optimizer": self._optimizer(workload)})
 
-    def with_said(self, **said: Any) -> Flags:
-        """These flags, with others said."""
-        return replace(self, said={**self.said, **said})
-
     @staticmethod
     def of_words(words: Sequence[str], verb: str) -> dict[str, Any]:
         """Values by the names of a verb's rows, of what `words` gave.
@@ -187,11 +183,8 @@ class Flags:
             name, is_given, value = word.removeprefix("--").partition("=")
             flag = rows.get(name := name.replace("-", "_"), Row("")).flag
             try:
-                if (
-                    not flag
-                    or verb not in (flag.verbs or (verb,))
-                    or (flag.type is bool) == bool(is_given)
-                ):
+                wants = flag is not None and flag.type is not bool
+                if not flag or verb not in (flag.verbs or (verb,)) or wants != bool(is_given):
                     raise ValueError(word)
                 if flag.type == list[str]:
                     said[name] = [*said.get(name, []), value]
@@ -309,10 +302,9 @@ def _as_command(verb: Callable[..., Result | None]) -> Callable[..., None]:
     groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
     for name, parameter in signature.parameters.items():
         kind = parameter.annotation
-        if kind is Flags:
-            groups[name] = (kind, parameters_of(verb.__name__, {**ROWS, **OWN}))
-        elif is_dataclass(kind):
-            groups[name] = (kind, parameters_of(verb.__name__, rows_of({"": parameter.annotation})))
+        if is_dataclass(kind):
+            rows = {**ROWS, **OWN} if kind is Flags else rows_of({"": parameter.annotation})
+            groups[name] = (kind, parameters_of(verb.__name__, rows))
         else:
             own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     kind = inspect.Parameter.KEYWORD_ONLY

@@ -65,7 +65,7 @@ def whatif(
         if cluster is not None:
             machines_file = output.with_name(f"{output.stem}.cluster.toml")
             write_text(machines_file, cluster.to_toml())
-            flags = flags.with_said(cluster=str(machines_file))
+            flags = replace(flags, said={**flags.said, "cluster": str(machines_file)})
         after = replace(after, command=(target, *flags.words()))
         write_text(output, after.to_json() + "\n")
     document = {

@@ -27,21 +27,14 @@ def explain_report(found: Explanation) -> Group:
     """Limits of each stage, and the next-best cuts."""
     parts: list[RenderableType] = [Text(""), stage_table(found), deciding(found)]
     if found.edited:
-        parts.append(
-            Text(
-                f"note: the plan was edited: its stages take {_objective(found)}, which is not "
-                "what its certificate says",
-                style="yellow",
-            )
-        )
+        said = f"note: the plan was edited: its stages take {_objective(found)}"
+        parts.append(Text(f"{said}, which is not what its certificate says", style="yellow"))
     parts += [Text(f"note: not allowed as it is: {one}", style="red") for one in found.broken]
     if found.boundaries:
         parts += [Text(""), boundary_table(found)]
     if found.commands:
-        parts += [
-            Text(""),
-            Text("what plans gain without one limit or option (pdcompile diff compares them):"),
-        ]
+        said = "what plans gain without one limit or option (pdcompile diff compares them):"
+        parts += [Text(""), Text(said)]
     return Group(*parts)
 
 
