@@ -43,8 +43,7 @@ def autocast_text(given: Any, device: str = HOST_KIND) -> str | None:
                 remedy="leave cache_enabled out: weights are then cast once a microbatch",
             )
         given, device = given.fast_dtype, str(given.device)
-    name = given if isinstance(given, str) else str(given)
-    name = name.removeprefix("torch.")
+    name = str(given).removeprefix("torch.")
     stated, _, dtype = name.partition(":")
     if stated in (HOST_KIND, GPU_KIND):
         device, name = stated, dtype

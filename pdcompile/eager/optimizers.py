@@ -206,7 +206,13 @@ def make_optimizer(
                 f"optimizer returned {type(one).__name__}, not a torch.optim.Optimizer",
                 remedy=f"{_REMEDY}; or a function that returns a list of optimizers",
             )
-        _refuse_closure(one)
+        closure = inspect.signature(one.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(one).__name__}.step needs a closure that computes the loss again, "
+                "which a pipeline cannot do in the middle of an update",
+                remedy="use an optimizer that steps on given gradients",
+            )
     if several and not made:
         raise ConfigError(
             f"optimizer returned no optimizer for {some([name for name, _ in pairs], 2)}",
@@ -236,13 +242,3 @@ def _made(make: Any, given: NamedParameters) -> Any:
         if "empty parameter list" in str(error):  # torch's own
             return []
         raise
-
-
-def _refuse_closure(one: torch.optim.Optimizer) -> None:
-    closure = inspect.signature(one.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{type(one).__name__}.step needs a closure that computes the loss again, "
-            "which a pipeline cannot do in the middle of an update",
-            remedy="use an optimizer that steps on given gradients",
-        )

@@ -271,7 +271,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         self.draws: list[tuple[str, int]] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stream = (seed, minibatch, microbatch)
-        self._counters: dict[str, int] = {}
+        self._counters: dict[str, Iterator[int]] = defaultdict(count)
         self._calls: dict[str, Iterator[int]] = defaultdict(count)
         self.running: list[CallKey] = [("", 0)]  # calls of modules, the innermost last
         self._in_leaf = False
@@ -343,8 +343,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
                 reseed(following)
             return
         path, _ = self.running[-1]
-        index = self._counters.get(path, 0)
-        self._counters[path] = index + 1
+        index = next(self._counters[path])
         self.draws.append((path, index))
         seed = seed_of(*self._stream, path, index)
         self._following[self._last] = seed

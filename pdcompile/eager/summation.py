@@ -7,6 +7,7 @@ on a later stage than a later one.  Two summands commute; from three on the orde
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
@@ -19,13 +20,12 @@ def summation_order(graph: OpGraph) -> tuple[tuple[str, str, str], ...]:
     For every gradient with three summands or more these are each reader and the next one.  A
     parameter has none: each stage accumulates the gradients of its own uses (`TiedParameter`).
     """
-    readers: dict[str, dict[str, int]] = {}  # value -> op -> how many summands
+    readers = defaultdict[str, Counter[str]](Counter)  # value -> op -> how many summands
     for op in graph.ops:
         if not op.grad_enabled or not _differentiated(op, graph):
             continue
         for what in _summands(op, graph):
-            counts = readers.setdefault(what, {})
-            counts[op.name] = counts.get(op.name, 0) + 1
+            readers[what][op.name] += 1
     return tuple(
         (first, second, what)
         for what, counts in readers.items()

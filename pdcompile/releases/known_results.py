@@ -61,7 +61,7 @@ class KnownResults:
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``func(*args, **kwargs)``, to be called below autograd and above the fake mode."""
-        if not _by_form(func) or not _starts_with_fake(args):
+        if not _by_form(func) or type(_first(args)) is not FakeTensor:
             return func(*args, **kwargs)
         try:
             form = _forms(args), _forms(tuple(kwargs.items())) if kwargs else ()
@@ -95,10 +95,11 @@ def _by_form(func: Any) -> bool:
     return func.is_view and not is_composite(func)
 
 
-def _starts_with_fake(args: Any) -> bool:
+def _first(args: Any) -> Any:
+    """The first argument; of a list of tensors, the first of these."""
     while type(args) in (tuple, list) and args:
         args = args[0]
-    return type(args) is FakeTensor
+    return args
 
 
 def _forms(values: Any) -> tuple[Any, ...]:
@@ -109,14 +110,10 @@ def _forms(values: Any) -> tuple[Any, ...]:
         if kind is FakeTensor:
             if not _is_plain(value):
                 raise _Unlike
-            found.append(value.shape)
-            found.append(value.stride())
-            found.append(
-                (value.storage_offset(), value.dtype, value.fake_device, value.requires_grad)
-            )
+            rest = value.storage_offset(), value.dtype, value.fake_device, value.requires_grad
+            found += (value.shape, value.stride(), rest)
         elif kind in _PLAIN:  # 1, 1.0 and True are equal, and their results are not
-            found.append(kind)
-            found.append(value)
+            found += (kind, value)
         elif kind is list or kind is tuple:
             found.append(_forms(value))
         else:
@@ -156,9 +153,7 @@ def _form_of(func: Any, args: tuple[Any, ...], result: Any) -> _Known | None:
 
 
 def _made(known: _Known, args: tuple[Any, ...]) -> FakeTensor:
-    first = args[0]
-    while type(first) is not FakeTensor:  # of a list of tensors
-        first = first[0]
+    first = _first(args)
     # Without modes for functions too, which a transform does not close around its own operators:
     # they would be asked for the device of what is made here.
     with NoTorchFunction(), NoTorchDispatch():
