@@ -12,6 +12,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -94,10 +95,8 @@ class Encoder:
             return {"values": [dtype_name(value.dtype), list(value.shape), text]}
         if id(value) in self._met:
             return {"tensor": self._met[id(value)][1]}
-        taken, number = name, 1
-        while taken in self.tensors:
-            number += 1
-            taken = f"{name}#{number}"
+        numbered = chain((name,), (f"{name}#{n}" for n in count(2)))
+        taken = next(one for one in numbered if one not in self.tensors)
         self.tensors[taken] = value.detach()
         self._met[id(value)] = value, taken
         return {"tensor": taken}
@@ -128,7 +127,7 @@ def decode(data: Any, where: str, tensor: Callable[[str], Tensor] | None = None)
                 return deque([decode(one, where, tensor) for one in listed], _count(limit))
             if tag in _MAPPINGS and pairs:
                 found = [(decode(k, where, tensor), decode(v, where, tensor)) for k, v in part]
-                if all(_is_key(key) for key, _ in found):
+                if all(isinstance(key, int | float | str | tuple | None) for key, _ in found):
                     return _MAPPINGS[tag](dict(found))
             return _NUMBERS[tag](part)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
@@ -156,10 +155,6 @@ def _int(text: Any) -> int:
     if found.bit_length() > _BITS:
         raise ValueError(text)
     return found
-
-
-def _is_key(key: Any) -> bool:
-    return key is None or isinstance(key, bool | int | float | str | tuple)
 
 
 # A table: torch imports some of its modules where they are asked for by name.
