@@ -112,11 +112,8 @@ class TracingFlags(Interceptor):
         plain: Any = getattr(module, QUESTION, None)
 
         def is_fake_tensor(x: Any) -> bool:
-            if not plain(x):
+            if not plain(x) or self._is_constant(x):
                 return False
-            name = tape.fakes.name(x)
-            if isinstance(name, Ref) and evaluate(name.name, tape.ops, tape.fakes) is not None:
-                return False  # it depends on constants alone, so that its value can be read
             tape.fakes.findings.asked_of_inputs = True
             return True
 
@@ -134,3 +131,9 @@ class TracingFlags(Interceptor):
 
         with patched((torch, "is_grad_enabled", is_grad_enabled), *places):
             yield
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor depends on constants alone, so that its value can be read."""
+        tape = self.tape
+        name = tape.fakes.name(tensor)
+        return isinstance(name, Ref) and evaluate(name.name, tape.ops, tape.fakes) is not None
