@@ -57,6 +57,11 @@ class FirstCause(NamedTuple):
     rank: int
     text: str
 
+    @staticmethod
+    def unpacked(text: str) -> FirstCause:
+        verdict, *rest = json.loads(text)
+        return FirstCause(Verdict(verdict), *rest)
+
 
 def verdict_of(error: BaseException) -> Verdict:
     """Out of memory, or a crash.
@@ -176,8 +181,7 @@ class Failures:
         """The first cause, None as long as no rank has reported one."""
         if not self._store.check(["failure"]):
             return None
-        verdict, rank, text = json.loads(self._store.get("failure"))
-        return FirstCause(Verdict(verdict), rank, text)
+        return FirstCause.unpacked(str(self._store.get("failure"), "utf-8"))
 
     def wait_for_peers(self) -> None:
         """Stay until all others raise the cause or end too, or for a few seconds: torchrun ends
