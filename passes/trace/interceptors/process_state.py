@@ -47,13 +47,8 @@ class ProcessState(Interceptor):
 
     def around(self) -> AbstractContextManager[None]:
         noted = self.tape.fakes.findings.of_process
-        return patched(
-            *(
-                (owner, name, _noting(getattr(owner, name), what, noted))
-                for owner, names, what in _ASKED
-                for name in names
-            )
-        )
+        asked = [(owner, name, what) for owner, names, what in _ASKED for name in names]
+        return patched(*((o, n, _noting(getattr(o, n), what, noted)) for o, n, what in asked))
 
     def recorded(self, source: str) -> None:
         """Raises TraceError where an op at `source` runs under other switches.

@@ -105,9 +105,8 @@ class ModuleTable:
         # As below torch.func.functional_call, which puts others in.
         if any(id(t) not in self.fqns for t in (*module.parameters(), *module.buffers())):
             return None
-        if _attributes(module) != self._attributes[path]:
-            return None
-        return self._constructors[path]
+        as_made = _attributes(module) == self._attributes[path]
+        return self._constructors[path] if as_made else None
 
     def shares_memory(self, fqn: str) -> str | None:
         """Another tensor of the model in the storage of this one."""
