@@ -396,7 +396,7 @@ class Workers:
                 for pair in world.pairs(pairs(self._spec, evaluation))
                 if world.process in pair
             }
-            data = Link(groups, world.process, direct=world.path.direct)
+            data = Link(groups, world.process, direct=world.direct)
         return GroupTransport(
             world.group, rank, plan, self._spec.reach, sealed=world.sealed, data=data,
             device=session.device, places=world.places,
@@ -418,7 +418,7 @@ class Workers:
             return LocalSums(self._boards[stage], len(ranks), ranks.index(rank), device)
         processes = world.alike(ranks) if stage >= 0 else tuple(range(world.size))
         group, index = world.subgroup(name, processes, device), processes.index(world.process)
-        direct = world.path.direct and device.queued
+        direct = world.direct and device.queued
         return GroupSums(group, processes, index, device, direct=direct)
 
     def _worker(
@@ -430,13 +430,10 @@ class Workers:
         worker = Worker(stage, rank, compute, compiled, weights, norms, transport, device)
         worker.near = self._near
         if len(self._spec.ranks[stage]) > 1:
-            written = compiled.written_buffers(stage)
-            homes = session.state.homes
-            gathering = self._sums(stage, rank, "homes") if self._spec.homes else None
+            state, written = session.state, compiled.written_buffers(stage)
+            homes = self._sums(stage, rank, "homes") if self._spec.homes else None
             sums = self._sums(stage, rank)
-            worker.replicas = Replicas(
-                sums, weights, written, homes, gathering, session.state.maxima
-            )
+            worker.replicas = Replicas(sums, weights, written, state.homes, homes, state.maxima)
         return worker
 
     def _weights(self, stage: int) -> StageWeights:

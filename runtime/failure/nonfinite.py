@@ -38,13 +38,7 @@ class NonFiniteCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._given: dict[tuple[int, int, bool], list[tuple[str, str]]] = {}
         self._infinity = ""  # the last op of a forward that made infinity of finite values
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = _floats((args, kwargs))
         no_nan = not any(_has(torch.isnan, one) for one in before)

@@ -55,11 +55,6 @@ class DataPath(StrEnum):
     ORDERED = "ordered"
     NCCL = "nccl"
 
-    @property
-    def direct(self) -> bool:
-        """True if data goes from and into memory of the device."""
-        return self is DataPath.NCCL
-
 
 class World:
     """The processes of one pipeline, and their connections.
@@ -71,6 +66,7 @@ class World:
 
     def __init__(self, start: StartUp, options: Options, plan: Plan, division: Division) -> None:
         self.path = data_path(plan, alone=False)
+        self.direct = self.path is DataPath.NCCL  # from and into memory of the device
         self.process, self.size = start.rank, start.size
         self.processes = [plan.processes_of(rank) for rank in range(plan.num_columns)]
         self.rank = next(r for r, those in enumerate(self.processes) if start.rank in those)
@@ -129,13 +125,13 @@ class World:
 
     def connect_parts(self, device: RankDevice) -> None:
         """Let the parts of a stage exchange values between their devices."""
-        if self.beside is not None and self.path.direct:
+        if self.beside is not None and self.direct:
             self.beside.on_devices = self.subgroup("parts", self.processes[self.rank], device)
 
     def subgroup(self, name: str, processes: tuple[int, ...], device: RankDevice) -> Any:
         """Connections between some of the processes alone, for data; each of them calls this."""
         store = PrefixStore(f"{name}/{'/'.join(map(str, processes))}", self.store)
-        if not (self.path.direct and device.queued):
+        if not (self.direct and device.queued):
             return self._connected(store, processes.index(self.process), len(processes))
         with self.peers.log.meeting():
             return device_groups.connected(store, self.process, processes, device.device, _TIMEOUT)
