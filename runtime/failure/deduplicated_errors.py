@@ -55,25 +55,20 @@ def show_once(text: str, show: Callable[[bool], None], *, derived: bool) -> tupl
     try:
         board = _board()
         board.append(_KEY, f"{own.rank} {derived:d} {own.digest}\n")
-        found = _settled(board)
+        deadline, size = time.monotonic() + SETTLE_SECONDS, int(os.environ["WORLD_SIZE"])
+        while len(rows := board.get(_KEY).splitlines()) < size and time.monotonic() < deadline:
+            time.sleep(0.02)  # till all ranks have one, or for a moment
     except (OSError, RuntimeError):  # there is no store, or it went with torchrun
         show(True)
         return ()
+    lines = (row.decode().split() for row in rows)
+    found = [_Entry(int(rank), derived == "1", digest) for rank, derived, digest in lines]
     same = [one.rank for one in found if one.digest == own.digest]
     first = next((one for one in found if not one.derived), found[0])
     if same[0] != own.rank or (derived and not first.derived):
         return ()
     show(own == first)
     return tuple(sorted({*same} - {own.rank}))
-
-
-def _settled(board: Any) -> list[_Entry]:
-    """The errors once all ranks have one, or after a moment."""
-    deadline, size = time.monotonic() + SETTLE_SECONDS, int(os.environ["WORLD_SIZE"])
-    while len(rows := board.get(_KEY).decode().split("\n")) <= size and time.monotonic() < deadline:
-        time.sleep(0.02)
-    found = (row.split() for row in rows[:-1])
-    return [_Entry(int(rank), derived == "1", digest) for rank, derived, digest in found]
 
 
 def _board() -> Any:
