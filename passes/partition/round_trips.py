@@ -52,11 +52,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trips:
-    """Turns of one schedule's stages.
-
-    `m`: microbatches of a minibatch; `speed`: of the fastest device; `far`: whether messages that
-    pass a stage by count there too.
-    """
+    """Turns of one schedule's stages; `m`: microbatches of a minibatch, `speed`: of the fastest
+    device, `far`: whether messages that pass a stage by count there too."""
 
     segments: Segments
     kind: ScheduleKind

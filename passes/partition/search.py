@@ -177,9 +177,9 @@ def cut_by_program(search: Search) -> None:
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, lambda: budget.late)
     if ideals is None and model.num_groups > FIRST and search.best is not None:
-        places = nearest(range(1, len(search.best.stage_of)), search.best.stage_of, FIRST)
+        every, cut = range(1, len(search.best.stage_of)), search.best.stage_of
         with suppress(InfeasibleError, OutOfTimeError):
-            near = between(search.problem, places)
+            near = between(search.problem, nearest(every, cut, FIRST))
             run_program(search, Segments(near, positions(near)), budget)
         return
     segments = Segments(small, ideals or positions(small), complete=ideals is not None)

@@ -6,7 +6,6 @@ a call reads it: a change of one is told, once, and not refused.
 
 from __future__ import annotations
 
-import dis
 import os
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -26,10 +25,7 @@ _PLAIN = (
 _CONTAINERS = (dict, list, tuple, set, SimpleNamespace)
 _MOST = 64  # items of a container: a longer one is data
 _LIBRARIES = (*FOLDERS, os.path.dirname(os.__file__) + os.sep)
-
-
 _NONE: frozenset[str] = frozenset()
-
 Holder = CellType | Mapping[str, Any]  # of a variable
 
 
@@ -67,11 +63,9 @@ class Reach:
     def _variable(self, name: str, of: str, holder: Holder, names: frozenset[str]) -> None:
         one, key = Reached(name, of, holder), (id(holder), name.rpartition(".")[2])
         value = one.value()
-        if isinstance(value, _CONTAINERS):
-            plain = len(getattr(value, "__dict__", value)) <= _MOST
-        else:
-            plain = isinstance(value, _PLAIN) or (is_array(value) and value.size <= _MOST)
-        if not plain:
+        size = len(getattr(value, "__dict__", value)) if isinstance(value, _CONTAINERS) else 0
+        size = value.size if is_array(value) else size
+        if size > _MOST or not (size or isinstance(value, (*_PLAIN, *_CONTAINERS))):
             self._follow(value, name, of, names)
         elif key not in self._seen:
             self._seen[key] = holder
@@ -125,7 +119,7 @@ class Reach:
         for holder in (given, vars(function)):
             for name in holder:
                 self._variable(name, of, holder, asked)
-        for name in sorted(_globals(code) & home.keys()):
+        for name in sorted(asked & home.keys()):
             self._variable(name, of, home, asked)
 
 
@@ -133,23 +127,12 @@ def _is_installed(file: str) -> bool:
     return file.startswith(_LIBRARIES) or "-packages" + os.sep in file
 
 
-@cache
-def _globals(code: CodeType) -> frozenset[str]:
-    """The names of global variables in code, and in what is defined in it."""
-    loads = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
-    return frozenset(loads).union(*map(_globals, _inner(code)))
-
-
 def _asked(function: Any) -> frozenset[str]:
-    """The names of attributes in a function."""
-    code = getattr(function, "__code__", None)
-    return _NONE if code is None else _attribute_names(code)
+    """The names of globals and attributes in a function."""
+    return _names(function.__code__) if hasattr(function, "__code__") else _NONE
 
 
 @cache
-def _attribute_names(code: CodeType) -> frozenset[str]:
-    return frozenset(code.co_names).union(*map(_attribute_names, _inner(code)))
-
-
-def _inner(code: CodeType) -> list[CodeType]:
-    return [one for one in code.co_consts if isinstance(one, CodeType)]
+def _names(code: CodeType) -> frozenset[str]:
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))
