@@ -172,8 +172,7 @@ class Failures:
 
     def report(self, text: str, verdict: Verdict = Verdict.CRASH, rank: int | None = None) -> None:
         """Record a cause, unless there is one: of this rank, or what it found of another."""
-        rank = self._rank if rank is None else rank
-        cause = FirstCause(verdict, rank, text)
+        cause = FirstCause(verdict, self._rank if rank is None else rank, text)
         with suppress(RuntimeError):  # must not hide the error that is being reported
             self._store.compare_set("failure", "", json.dumps(cause))
 
@@ -222,7 +221,10 @@ class Failures:
         for kind in ("raised", "refused"):
             if said := self.said(kind, peer):
                 return self.report(said, rank=peer)
-        peer = self._ended_by_itself(peer)
+        here = {} if self._peers is None else self._peers.of_rank
+        if peer in here and "SIGTERM" in here[peer].how:  # torchrun has ended it, for another's end
+            others = (rank for rank, one in here.items() if one.how and "SIGTERM" not in one.how)
+            peer = next(others, peer)
         left = self.said("left", peer)
         # A program that ends takes its time, in which torchrun may end this one.
         process = self.said("process", peer)
@@ -236,14 +238,6 @@ class Failures:
         return self.report(
             f"{left}" + (f" ({how})" if how else "") + f"; noticed by {noticed}", verdict, peer
         )
-
-    def _ended_by_itself(self, peer: int) -> int:
-        """The rank `peer`, or one of this host for whose end torchrun has ended it."""
-        here = {} if self._peers is None else self._peers.of_rank
-        if peer not in here or "SIGTERM" not in here[peer].how:
-            return peer
-        others = (rank for rank, one in here.items() if one.how and "SIGTERM" not in one.how)
-        return next(others, peer)
 
     def said(self, kind: str, peer: int) -> str:
         """Text that a rank wrote of itself (see `say`); "": none."""
@@ -260,10 +254,9 @@ class Failures:
 
         Other hosts' ranks are given a moment to say what they did.
         """
-        peers = self._peers
+        if (peers := self._peers) is None:
+            return
         with suppress(RuntimeError, OSError):
-            if peers is None:
-                return
             self.tell()
             cause = self.known()
             if cause is None or self._store.add(f"reported/{peers.first}", 1) > 1:

@@ -18,13 +18,7 @@ from pdcompile.batch import FlatCall
 from pdcompile.errors import ClosedError, ContractError, PdcompileError
 from pdcompile.hardware import devices
 from pdcompile.ir.graph import Capture
-from pdcompile.runtime.failure.first_cause import (
-    Verdict,
-    describe,
-    explained,
-    place,
-    verdict_of,
-)
+from pdcompile.runtime.failure.first_cause import Verdict, describe, explained, place, verdict_of
 from pdcompile.runtime.failure.instruction_log import Outside, number_in_words
 from pdcompile.runtime.interpreter import Loss, Worker
 from pdcompile.runtime.transport.contract import Channel, Expected

@@ -26,10 +26,9 @@ _SECONDS = 1.0  # a process closes its connections shortly before it has ended
 
 def identity() -> str:
     """This process, for others on the same machine; "" where the system does not tell."""
-    try:
+    with suppress(OSError):
         return " ".join((*_machine(), str(os.getpid()), _status(os.getpid())[1]))
-    except OSError:
-        return ""
+    return ""
 
 
 def exit_status(of: str, *, wait: bool = True) -> str:
@@ -49,18 +48,16 @@ def exit_status(of: str, *, wait: bool = True) -> str:
 
 def same_machine(of: str) -> bool:
     """True if the process of that `identity` is on this machine, so that the system knows it."""
-    try:
+    with suppress(OSError):
         return tuple(of.split(" ")[:2]) == _machine()
-    except OSError:
-        return False
+    return False
 
 
 def network() -> str:
     """This machine and its network interfaces; "" where the system does not tell."""
-    try:
+    with suppress(OSError):
         return f"{_machine()[0]} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return ""
+    return ""
 
 
 def _seen(of: str) -> tuple[str, int] | None:

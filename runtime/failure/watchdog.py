@@ -168,15 +168,13 @@ class Watchdog(threading.Thread):
             while not self._stopping.is_set() and not self._over():
                 pass
         except RuntimeError as error:
-            self._lost_store(str(error).partition("\n")[0])
-
-    def _lost_store(self, said: str) -> None:
-        self._stopping.wait(_NOTICE_SECONDS)
-        if not self._stopping.is_set() and self._waiting() is not None:
-            ends = [f"rank {r}: {o.how}; " for r, o in self._peers.of_rank.items() if o.how]
-            text = f"rank {self._rank} {self._doing}; {''.join(ends)}{said}"
-            self._die(Verdict.STORE_LOST, f"pdcompile: {Verdict.STORE_LOST}: {text}\n")
-        self._termination.restore()
+            said = str(error).partition("\n")[0]
+            self._stopping.wait(_NOTICE_SECONDS)
+            if not self._stopping.is_set() and self._waiting() is not None:
+                ends = [f"rank {r}: {o.how}; " for r, o in self._peers.of_rank.items() if o.how]
+                text = f"rank {self._rank} {self._doing}; {''.join(ends)}{said}"
+                self._die(Verdict.STORE_LOST, f"pdcompile: {Verdict.STORE_LOST}: {text}\n")
+            self._termination.restore()
 
     def _over(self) -> bool:
         """One tick; whether it was the last."""
@@ -237,17 +235,13 @@ class Watchdog(threading.Thread):
         self._beaten = self._ticks
         if waiting is None:
             return
-        limit = self._limit(peer)
+        # A process of this host that was not stopped is alive, and slow.
+        here = self._peers.of_rank.get(peer)
+        limit = self._stall if here is None or here.stopped else self._progress
         if limit is not None and self._age > limit:
             self._stalled(peer)
         elif since > min(self._slow, self._progress or self._slow):
             self._look_around(since)
-
-    def _limit(self, peer: int) -> float | None:
-        """Seconds without a beat that are too many: a process of this host that was not stopped
-        is alive, and slow."""
-        here = self._peers.of_rank.get(peer)
-        return self._stall if here is None or here.stopped else self._progress
 
     def _stalled(self, peer: int) -> None:
         if self._failures.said("left", peer):
