@@ -203,8 +203,12 @@ class Compute:
             if isinstance(flight, Kept):  # for the graph that the first run did not keep
                 with replaced(flight.buffers):
                     flight = self._run(feed, microbatch, module, flight.given, flight.leaves)[0]
+            # The gradient that backward begins with at the loss; None: 1.
+            scale = None if self._scale is None else self._scale.scale(feed.minibatch)
+            loss = flight.loss
+            of_loss = None if loss is None or scale is None else torch.full_like(loss, scale)
             self._stage_run.backward(
-                flight, feed.wiring, gradient, of_loss=self._of_loss(feed, flight), first=passed_on
+                flight, feed.wiring, gradient, of_loss=of_loss, first=passed_on
             )
         sent = []
         for edge, entrance in flight.entered.items():
@@ -225,13 +229,6 @@ class Compute:
         self._weights.begin_backward(feed.minibatch, version)
         self._stage_run.backward_weight(waiting.flight)
         self._weights.separate_gradients(version, waiting.sent)
-
-    def _of_loss(self, feed: Feed, flight: Flight) -> Tensor | None:
-        """The gradient that backward begins with at the loss; None: 1."""
-        scale = None if self._scale is None else self._scale.scale(feed.minibatch)
-        if scale is None or flight.loss is None:
-            return None
-        return torch.full_like(flight.loss, scale)
 
 
 def expected(port: Port, size: int, minibatch: int) -> Expected:

@@ -231,11 +231,8 @@ def _members(options: Options) -> tuple[int, list[int]]:
     if options.group is not None or dist.is_initialized():
         ranks = dist.get_process_group_ranks(options.group)
         return dist.get_rank(options.group), ranks
-    missing = [
-        name
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if not os.environ.get(name)
-    ]
+    needed = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    missing = [name for name in needed if not os.environ.get(name)]
     if missing:
         raise LaunchError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
@@ -281,21 +278,15 @@ def data_path(plan: Plan, *, alone: bool) -> DataPath:
         return DataPath(wanted)
     if alone:
         return DataPath.TAGS
-    lacking = _without_nccl(plan)
+    lacking = "" if dist.is_nccl_available() else "this torch is built without NCCL"
+    ranks = {rank for held in plan.ranks for rank in held}
+    if hosts := sorted(rank for rank in ranks if plan.machines.devices[rank].on_host):
+        lacking = f"the plan has CPUs on ranks {', '.join(map(str, hosts))}"
     if wanted and lacking:
         raise LaunchError(f"{_TRANSPORT} is {wanted!r}, and {lacking}", remedy="unset it")
     local = _number("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else 1
     shared = not wanted and devices.gpus() < local  # NCCL takes one rank a GPU
     return DataPath.TAGS if lacking or shared else DataPath.NCCL
-
-
-def _without_nccl(plan: Plan) -> str:
-    """Reason why the plan's data cannot go over NCCL; empty where it can."""
-    ranks = {rank for held in plan.ranks for rank in held}
-    hosts = sorted(rank for rank in ranks if plan.machines.devices[rank].on_host)
-    if hosts:
-        return f"the plan has CPUs on ranks {', '.join(map(str, hosts))}"
-    return "" if dist.is_nccl_available() else "this torch is built without NCCL"
 
 
 def _number(name: str, *, least: int) -> int:

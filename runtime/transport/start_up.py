@@ -105,13 +105,17 @@ class StartUp:
         pause, looked, slow = 0.001, 0.0, _SLOW_SECONDS
         began = since = time.monotonic()
         known: list[object] = []
+        beats = [f"beat/{rank}" for rank in range(self.size)]
         while not self.store.check([*keys]):
             now = time.monotonic()
             # Not where all have told, and one has raised what all will.
             if self.store.check(["failed"]) and not self.store.check([*keys]):
                 raise RankError(str(self.store.get("failed"), "utf-8"))
             if now - looked > _TICK_SECONDS:
-                looked, found = now, self._seen(keys)
+                # What changes as ranks get further.
+                found = [self.store.get(key) if self.store.check([key]) else b"" for key in beats]
+                found += [self.store.check([key]) for key in keys]
+                looked = now
                 since = since if found == known else now
                 known = found
                 if self._timeout is not None and now - since > self._timeout:
@@ -122,12 +126,6 @@ class StartUp:
                     sys.stderr.write(f"{line} {self._missing(keys)} in start-up\n")
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
-
-    def _seen(self, keys: Sequence[str]) -> list[object]:
-        """Values that change as ranks get further."""
-        beats = [f"beat/{rank}" for rank in range(self.size)]
-        said = [self.store.get(key) if self.store.check([key]) else b"" for key in beats]
-        return [*said, *(self.store.check([key]) for key in keys)]
 
     def _missing(self, keys: Sequence[str]) -> str:
         numbers = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
