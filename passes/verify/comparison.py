@@ -223,10 +223,9 @@ def difference_error(
 ) -> VerifyError:
     """The error for sources that nobody edited, which begin to differ at `places`; `graph` is the
     one of training, `compiled` the backend that compiled the stages."""
-    if all(one.what == "gradient" for one in found):
-        cause = _unseen_write(graph)
-        if cause is not None:
-            return cause
+    gradients_alone = all(one.what == "gradient" for one in found)
+    if gradients_alone and (cause := _unseen_write(graph)) is not None:
+        return cause
     first = found[0]
     kind = f"stages, compiled by {compiled}," if compiled else "generated stages"
     return VerifyError(

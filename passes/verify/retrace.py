@@ -35,13 +35,7 @@ from pdcompile.ir.graph import (
     walk,
     written_buffers,
 )
-from pdcompile.ir.stage_interface import (
-    Port,
-    Sources,
-    StageInterface,
-    named_results,
-    submodule_of,
-)
+from pdcompile.ir.stage_interface import Port, Sources, StageInterface, named_results, submodule_of
 from pdcompile.parts.conversions import Alone, using
 from pdcompile.passes.codegen.body import cloned_buffers
 from pdcompile.passes.codegen.folder import set_draw, stage_classes
@@ -351,9 +345,7 @@ class _Follower(TorchFunctionMode):
             if name == "__set__":
                 raise self._unlike(f"assigns to .{own}")
             result = func(*args)
-            if not isinstance(result, Tensor):
-                return result
-            return self._next("getattr", own, args, {})
+            return self._next("getattr", own, args, {}) if isinstance(result, Tensor) else result
         if name in _NO_OPS and (self._op is None or self._op.target != name):
             return func(*args, **kwargs)
         try:
