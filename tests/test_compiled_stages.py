@@ -32,7 +32,7 @@ dynamo = pytest.importorskip("torch._dynamo")
 
 @pytest.fixture(scope="module", autouse=True)
 def guards_are_not_timed() -> Iterator[None]:
-    """For its log, torch times the guards of each graph on an emptied cache of the processor: up to
+    """Torch times the guards of each graph for its log, on an emptied cache of the processor: up to
     a third of what it takes to compile these small ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)

@@ -307,7 +307,7 @@ def test_a_loss_that_is_returned_or_set_where_nothing_is_opaque(way: str) -> Non
 
 
 def test_a_buffer_of_an_opaque_module_is_read_outside() -> None:
-    """What stands for the module, where ops are compared, has its tensors."""
+    """The stand-in for the module, where ops are compared, has its tensors."""
     model = make(_balanced, part=Balances("opaque buffer in place detached"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

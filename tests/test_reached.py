@@ -24,6 +24,7 @@ from tests.helpers.pipelines import by_hand
 SCALE, UNNAMED, COLUMN = 1.0, 1.0, list(range(100))
 ARRAY = numpy.ones(1)
 TABLE: dict[str, float] = {"gain": 1.0}
+first = 0.0
 SETTINGS = Namespace(rate=1.0, epoch=0)
 OTHER = ModuleType("other")
 vars(OTHER).update(rate=1.0, unused=0, __file__=__file__)
@@ -136,6 +137,7 @@ def test_arguments_of_a_partial_function_are_told() -> None:
         (lambda m: m.setitem(globals(), "ARRAY", ARRAY * 2), "ARRAY"),
         (lambda m: m.setattr(SETTINGS, "epoch", 1), ""),
         (lambda m: m.setattr(OTHER, "unused", 1), ""),
+        (lambda m: m.setitem(globals(), "first", 1.0), ""),  # forward has self.first
         (lambda m: m.setitem(globals(), "UNNAMED", 0.5), ""),
     ],
 )

@@ -142,7 +142,7 @@ class Mutation(ast.NodeTransformer):
 
 
 def mutated(file: str, every: int) -> Iterator[tuple[str, Sources]]:
-    """What was changed, and the sources with it: one change of so many."""
+    """One change of so many: its words, and the sources with it."""
     sources = made()[2]
     tree, nth = ast.parse(sources.files[file]), 0
     while True:

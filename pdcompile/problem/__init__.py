@@ -146,7 +146,7 @@ class PartitionProblem:
     wishes: tuple[Wish, ...] = ()
 
     def holding(self, stage: int) -> Holding:
-        """What a rank of a stage holds."""
+        """Factors of the bytes that a rank of a stage holds."""
         return self.holdings[stage] if self.holdings else Holding()
 
     def with_memory(self, limits: Mapping[int, int | None]) -> PartitionProblem:

@@ -56,14 +56,14 @@ class AttributeWatch:
                 self._values[other] = self._present()
             for one in before:
                 restore(one)
-        modules = [
-            (f"the model's {path}".rstrip(), module)
+        modules = {  # alike ones once
+            (type(module), vars(module).get("forward")): (f"the model's {path}".rstrip(), module)
             for path, module in model.named_modules() if not self.runs_whole(path)
-        ]  # fmt: skip
+        }  # fmt: skip
         tables = [t for m in model.modules() for t in (m._forward_hooks, m._forward_pre_hooks)]
         hooks = [("a hook", hook) for table in tables for hook in table.values()]
         noted = [one for one in roots(model, loss_fn).values() if isinstance(one, nn.Module)]
-        reach = Reach([("loss_fn", loss_fn), *modules, *hooks], noted)
+        reach = Reach([("loss_fn", loss_fn), *modules.values(), *hooks], noted)
         self._reached = {one[:2]: (one, snapshot(one.value(), 2)) for one in reach.found}
 
     def runs_whole(self, path: str) -> bool:
@@ -114,7 +114,6 @@ class AttributeWatch:
                     where=found,
                     remedy=(way if own else "") + "compile the changed model anew",
                 )
-
         for key, (one, was) in [*self._reached.items()]:
             now = one.value()
             if now is was or (isinstance(was, Contents) and not was.content):

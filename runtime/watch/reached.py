@@ -6,6 +6,7 @@ a call reads it: a change of one is told, once, and not refused.
 
 from __future__ import annotations
 
+import dis
 import os
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -13,15 +14,12 @@ from functools import cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, device, dtype
 
 from pdcompile.eager.snapshot import MISSING, attribute, is_array
 from pdcompile.warn import FOLDERS
 
-_PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), Enum, Tensor, torch.dtype, torch.device,
-)  # fmt: skip
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, Tensor, dtype, device)
 _CONTAINERS = (dict, list, tuple, set, SimpleNamespace)
 _MOST = 64  # items of a container: a longer one is data
 _LIBRARIES = (*FOLDERS, os.path.dirname(os.__file__) + os.sep)
@@ -119,7 +117,7 @@ class Reach:
         for holder in (given, vars(function)):
             for name in holder:
                 self._variable(name, of, holder, asked)
-        for name in sorted(asked & home.keys()):
+        for name in sorted(_names(code, True) & home.keys()):
             self._variable(name, of, home, asked)
 
 
@@ -128,11 +126,14 @@ def _is_installed(file: str) -> bool:
 
 
 def _asked(function: Any) -> frozenset[str]:
-    """The names of globals and attributes in a function."""
+    """The names of attributes in a function, among others."""
     return _names(function.__code__) if hasattr(function, "__code__") else _NONE
 
 
 @cache
-def _names(code: CodeType) -> frozenset[str]:
+def _names(code: CodeType, only_globals: bool = False) -> frozenset[str]:
+    """Names in code, and in what is defined in it; a global may be called as an attribute is."""
+    loads = (one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return frozenset(code.co_names).union(*map(_names, inner))
+    own = frozenset(loads if only_globals else code.co_names)
+    return own.union(*(_names(one, only_globals) for one in inner))

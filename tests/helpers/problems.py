@@ -20,7 +20,7 @@ from pdcompile.problem import (
 
 
 def holding(in_flight: Sequence[int], **factors: Any) -> tuple[Holding, ...]:
-    """What stages hold that save and receive what is in flight; factors are one, or one each."""
+    """Holdings of stages that save and receive what is in flight; factors are one, or one each."""
     factors = {"saved": in_flight, "received": in_flight} | factors
     rows = {k: v if isinstance(v, Sequence) else [v] * len(in_flight) for k, v in factors.items()}
     return tuple(Holding(**{k: row[s] for k, row in rows.items()}) for s in range(len(in_flight)))

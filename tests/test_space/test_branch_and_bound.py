@@ -262,7 +262,7 @@ def test_memory_chooses_recomputation_and_names_what_lacks() -> None:
 
 
 def test_the_memory_that_is_enough_is_named_and_a_little_less_is_not() -> None:
-    """By searches with other limits: the number leads to a plan, and 5 % less to none."""
+    """Searches with other limits find it: the number leads to a plan, and 5 % less to none."""
     graph = chain(6)
     space = SearchSpace("any", (False, True), ("1f1b", "gpipe"), (8,))
 
