@@ -195,7 +195,7 @@ def test_of_groups_beside_several_boundaries_each_is_hidden_once() -> None:
     problem = PartitionProblem(items, traffic, (StageLimits(),) * 4, objective="flush")
     path = Path(build(problem))
     assert heaviest_path(path.model) == (0, 2, 3, 4, 5)
-    assert list(path.hidden) == [0.0, 3.0, 3.0]
+    assert list(path.hidden(1.0)) == [0.0, 3.0, 3.0]
     best = brute_force(problem)
     assert best is not None
     assert close(problem, best) > 0.8

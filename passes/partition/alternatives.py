@@ -7,11 +7,11 @@ without moving anything else in answer to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pdcompile.passes.partition.model import Model, build, single_moves
+from pdcompile.passes.partition.model import Model, build, moves
 from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Training
@@ -183,7 +183,7 @@ def critical(plan: Evaluation) -> tuple[Path, float]:
 def boundaries(
     plan: Evaluation, breaks: Breaks | None = None, uses: Sequence[StageUse] = ()
 ) -> tuple[Boundary, ...]:
-    """For each boundary its neighbouring cuts: single items, and shifts along the items' order.
+    """For each boundary its neighbouring cuts, see `passes.partition.model.moves`.
 
     As many are measured as `WORK` allows, those first that leave the two stages' loads lowest,
     so large problems get fewer looks and the answer does not depend on the clock.  Where that is
@@ -195,20 +195,23 @@ def boundaries(
     model = build(problem)
     stages = tuple(plan.stage_of[group[0]] for group in model.members)
     now = seconds_of(plan)
-    moves = [list(_moves(model, stages, s)) for s in range(len(problem.stages) - 1)]
+    near: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in problem.stages[1:]]
+    for groups, to in moves(model.arcs, stages, len(problem.stages)):
+        if all(model.lowest[v] <= to <= model.highest[v] for v in groups):
+            near[min(to, stages[groups[0]])].append((groups, to))
     size = len(problem.items) + len(problem.traffic)
     if on.flush:
         size += 4 * plan.m * len(problem.stages)
     elif not plan.times.straight:  # simulated
         size += 40 * plan.m * sum(map(len, on.ranks))
     every = WORK // (size if breaks is broken else (1 + JUDGING) * size)
-    most = max(2, every // max(1, len(moves)))
+    most = max(2, every // max(1, len(near)))
     slowest = bottleneck(uses or stage_uses(plan))
-    nearest = sorted(range(len(moves)), key=lambda s: abs(2 * (s - slowest) + 1))
+    nearest = sorted(range(len(near)), key=lambda s: abs(2 * (s - slowest) + 1))
     looked_at = set(nearest[: max(2, every // most)])
     return tuple(
         _boundary(plan, breaks, model, stages, now, s, possible, most if s in looked_at else 0)
-        for s, possible in enumerate(moves)
+        for s, possible in enumerate(near)
     )
 
 
@@ -223,25 +226,6 @@ def broken(plan: Evaluation) -> list[str]:
                 f"{format_bytes(needed - limit)} too much"
             )
     return found
-
-
-def _moves(
-    model: Model, stages: tuple[int, ...], boundary: int
-) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(groups, stage they go to): each single group that may go, and runs in the order."""
-    near, far = boundary, boundary + 1
-    here = {side: [v for v, s in enumerate(stages) if s == side] for side in (near, far)}
-    for v, s in single_moves(model.arcs, stages):
-        if {stages[v], s} == {near, far} and model.lowest[v] <= s <= model.highest[v]:
-            yield (v,), s
-    for count in range(2, len(here[near])):
-        if model.highest[here[near][-count]] < far:
-            break
-        yield tuple(here[near][-count:]), far
-    for count in range(2, len(here[far])):
-        if model.lowest[here[far][count - 1]] > near:
-            break
-        yield tuple(here[far][:count]), near
 
 
 def _boundary(

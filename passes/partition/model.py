@@ -16,7 +16,6 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pdcompile.cluster import Link, message_seconds
 from pdcompile.errors import InfeasibleError
@@ -253,39 +252,38 @@ def narrow(lowest: list[int], highest: list[int], arcs: Sequence[tuple[int, int]
         highest[a] = min(highest[a], highest[b])
 
 
-def single_moves(
-    arcs: Sequence[tuple[int, int]], stages: Sequence[int] | NDArray[np.intp]
-) -> Iterator[tuple[int, int]]:
-    """(group, stage next to its own) for each group that no neighbour on its stage holds back."""
+def moves(
+    arcs: Sequence[tuple[int, int]], stages: Sequence[int], num_stages: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(groups, stage beside theirs that they may go to): each that no neighbour on its stage holds
+    back, and 2, 3, 5, 8, … at an end of a stage."""
     own = np.asarray(stages)
     before, after = np.array(arcs, dtype=np.intp).reshape(-1, 2).T
     first, last = np.full(len(own), own.max() + 2), np.full(len(own), -2)  # of neighbours
     np.minimum.at(first, before, own[after])
     np.maximum.at(last, after, own[before])
     for v, s in enumerate(own.tolist()):
-        if first[v] > s:
-            yield v, s + 1
-        if last[v] < s:
-            yield v, s - 1
+        if s < min(first[v], num_stages - 1):
+            yield (v,), s + 1
+        if s > max(last[v], 0):
+            yield (v,), s - 1
+    for s in range(num_stages - 1):
+        for side, to in ((s, s + 1), (s + 1, s)):
+            held, count = np.flatnonzero(own == side).tolist(), 2
+            while count < min(len(held), RUN + 1):
+                yield tuple(held[-count:] if to > side else held[:count]), to
+                count = (3 * count + 1) // 2
 
 
 def next_to(
     arcs: Sequence[tuple[int, int]], groups: tuple[int, ...], num_stages: int
 ) -> Iterator[tuple[int, ...]]:
-    """Assignments with one group on the next stage or the one before, or with 2, 3, 5, 8, … groups
-    at the end of a stage on the other side."""
-    for v, s in single_moves(arcs, groups):
-        if 0 <= s < num_stages:
-            yield (*groups[:v], s, *groups[v + 1 :])
-    own = np.array(groups)
-    for s in range(num_stages - 1):
-        for side, to in ((s, s + 1), (s + 1, s)):
-            held, count = np.flatnonzero(own == side), 2
-            while count < min(len(held), RUN + 1):
-                moved = own.copy()
-                moved[held[-count:] if to > side else held[:count]] = to
-                yield tuple(moved.tolist())
-                count = (3 * count + 1) // 2
+    """Assignments after one such move each."""
+    for moved, to in moves(arcs, groups, num_stages):
+        other = list(groups)
+        for v in moved:
+            other[v] = to
+        yield tuple(other)
 
 
 def contracted(model: Model, limit: int, coarse: int) -> Model:

@@ -150,18 +150,24 @@ def likely_groups(
     *,
     far: bool = True,
     budget: Budget | None = None,
+    allowed: Sequence[Matrix] = (),
 ) -> tuple[int, ...] | None:
     """The stage of each group in the likely chain of stages on such ranks.
+
+    Ranks that hold several stages run them in turn: one microbatch passes during a trip, whatever
+    is in flight.
 
     Args:
         shares: of all work, of each stage; empty: as a minibatch's begin and end suggest.
         far: see `Trips`.
+        allowed: of each stage, infinite for what it may not be; empty: by memory.
 
     Raises:
         OutOfTimeError: the budget ended first.
     """
     count, m = len(on.ranks), on.num_microbatches
-    every, depths = Coefficients.of(on), warmup_of(on.in_flight, count, m)
+    every, in_turn = Coefficients.of(on), len({*on.ranks}) < count
+    depths = warmup_of(() if in_turn else on.in_flight, count, m)
     trips = Trips(segments, kind_of(on.schedule), on.flush, m, max(on.speeds), far)
 
     def turn_of(key: Key, _: StageDeployment) -> Turn:
@@ -174,7 +180,8 @@ def likely_groups(
         return replace(turn, step=segments.load(stage) / due, busy=busy, due=due)
 
     def fitting(stage: int) -> Matrix:
-        return np.where(segments.fits(every[stage]), np.zeros((1, 1)), np.inf)
+        able = np.isfinite(allowed[stage]) if allowed else segments.fits(every[stage])
+        return np.where(able, np.zeros((1, 1)), np.inf)
 
     chains = straight_chains(segments, fitting, count, budget, keep=True)
     found = likely_chain(chains, turn_of, float if shares else trips.per_microbatch)

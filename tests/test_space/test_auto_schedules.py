@@ -39,6 +39,7 @@ from tests.helpers.graphs import chain
 from tests.helpers.problems import chain_problem
 from tests.helpers.whole_space import BATCH, at
 from tests.test_path_bound import branched
+from tests.test_round_trips import narrow_places
 
 ALONE = ("gpipe", "1f1b", "zb-h1")
 SHARING = ("interleaved", "zb-v")
@@ -278,7 +279,31 @@ def test_cuts_with_equal_loads_end_with_the_time() -> None:
     cluster, setting = cluster_of(4), Setting("interleaved", 8)
     seats = Seats(cluster, (0, 1, 2, 3))
     found = StagesInTurn(Part(PreparedProblem(problem, 1), space, setting, seats, (1,), 8))
-    assert len([*found.candidates(lambda: 0.0)]) <= 2 < len([*found.candidates(lambda: 1.0)])
+    assert len([*found.candidates(lambda: 0.0)]) <= 3 < len([*found.candidates(lambda: 1.0)])
+
+
+def test_messages_decide_where_ranks_hold_several_stages_too() -> None:
+    """Equal loads send 10 s there and back in each turn; cuts by round trips go first."""
+    sizes = [2 if j in (2, 6, 8) else 400 for j in range(11)]
+    problem = narrow_places()
+    traffic = zip(problem.traffic, sizes, strict=True)
+    problem = replace(
+        problem,
+        traffic=tuple(replace(t, forward_bytes=n, backward_bytes=n) for t, n in traffic),
+        stages=(StageLimits(),) * 4,
+    )
+    space = SearchSpace(
+        schedules=("interleaved",), microbatches=(12,), stages=4, in_order=True,
+        placement=KINDS["interleaved"].placement(4, 2),
+    )  # fmt: skip
+    cluster = Cluster((Device(),) * 2, (Level("link", 2, 40.0, 0.0),))
+    seats, setting = Seats(cluster, (0, 1)), Setting("interleaved", 12)
+    found = StagesInTurn(Part(PreparedProblem(problem, 1), space, setting, seats, (1,), 4))
+    first = [one for _, one in found.candidates(lambda: 0.0) if one]
+    quickest, *even = (evaluation(problem, cluster, one).seconds for one in first)
+    assert [first[0].stage_of.count(s) for s in range(4)] == [3, 4, 2, 3]
+    assert quickest < 0.96 * min(even)
+    assert first[0].stage_of in [one.stage_of for one in found.likely()]
 
 
 def test_the_space_of_auto_follows_from_the_registry() -> None:

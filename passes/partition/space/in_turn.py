@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from pdcompile.passes.partition.any_cut import AnyCut, Array, Row, any_cut
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chains import evenest, groups_of, straight_chains
+from pdcompile.passes.partition.round_trips import likely_groups
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
 from pdcompile.passes.partition.space.pipelines import (
@@ -100,18 +100,21 @@ class StagesInTurn:
         return ((0.0, self.part.allowed(one)) for one in self._made(below))
 
     def likely(self) -> Iterator[Candidate]:
-        """Cuts at positions into equal loads, for every choice of what recomputes."""
+        """Cuts at positions into equal loads, and where messages cost little, for every choice of
+        what recomputes."""
         problem, cluster = self.prepared.problem, self.seats.cluster
-        found = self._recomputing(self._cut(self.prepared.positions))
-        return (one for one in found if not violations(problem, cluster, one))
+        positions, equal = self.prepared.positions, np.full(len(self.counts), 1 / len(self.counts))
+        for stage_of in dict.fromkeys((self._cut(positions), self._quickest(positions, equal))):
+            found = self._recomputing(stage_of)
+            yield from (one for one in found if not violations(problem, cluster, one))
 
     def _made(self, below: Callable[[], float]) -> Iterator[Candidate]:
-        """The cut that suits the order of tasks, and that of equal loads, with what fits of their
+        """The cut that suits the order of tasks and that of equal loads, with what fits of their
         kind; then of small problems those whose loads differ little."""
         segments = self.prepared.segments
         suits = self.cut.shares.clip(LEAST / len(self.counts))
-        for shares in (suits, None):
-            for one in self._recomputing(self._cut(segments, shares)):
+        for stage_of in (self._quickest(segments, suits), self._cut(segments)):
+            for one in self._recomputing(stage_of):
                 yield one
                 yield from self._fitted(one)
         if not self.prepared.complete:
@@ -120,8 +123,8 @@ class StagesInTurn:
         chains = straight_chains(segments, loads.__getitem__, len(loads), keep=True)
         most = MORE * chains.solve()
         similar = chains.enumerate(lambda: most if below() else 0.0, MANY_BEGUN)
-        for _, chain in islice(similar, MAX_CUTS):
-            yield from self._recomputing(segments.model.items_of(groups_of(segments, chain)))
+        for _, pieces in islice(similar, MAX_CUTS):
+            yield from self._recomputing(segments.model.items_of(groups_of(segments, pieces)))
 
     def on(self, *, again: bool = False) -> Deployment:
         """Deployment of the stages, all of them recomputing or none."""
@@ -129,27 +132,26 @@ class StagesInTurn:
         one = Candidate(self.setting, (), options, self.ranks, self.warmup)
         return evaluation(self.prepared.problem, self.seats.cluster, one).deployment
 
-    def _loads(
-        self,
-        segments: Segments,
-        shares: Array | None = None,
-        limits: Mapping[int, int] | None = None,
-    ) -> list[Matrix]:
-        """Loads of the stages, by the shares of all work that they are to have, within so many
-        bytes of each."""
+    def _loads(self, segments: Segments, limits: Mapping[int, int] | None = None) -> list[Matrix]:
+        """Loads of the stages, within so many bytes of each."""
         again = True in self.space.recompute if limits else self._again
         own = [(limits or {}).get(s) for s in range(len(self.counts))]
         loads = segments.loads(replace(self.on(again=again), limits=own))
-        if shares is not None:
-            loads = [load / share for load, share in zip(loads, shares, strict=True)]
         if (last := self.prepared.last(segments.model)) is not None:
             held = segments.inside[:, last]
             loads = [np.where(held, np.inf, load) for load in loads[:-1]] + loads[-1:]
         return loads
 
-    def _cut(self, segments: Segments, *how: Any) -> tuple[int, ...]:
-        """The stage of every item where the largest of these loads is least; empty: none is."""
-        found = evenest(segments, self._loads(segments, *how))
+    def _cut(self, segments: Segments, limits: Mapping[int, int] | None = None) -> tuple[int, ...]:
+        """The stage of every item where the largest load is least; empty: none is."""
+        found = evenest(segments, self._loads(segments, limits))
+        return () if found is None else segments.model.items_of(found)
+
+    def _quickest(self, segments: Segments, shares: Array) -> tuple[int, ...]:
+        """The stage of every item where none is slow by these shares and no round trip takes long;
+        empty: none is."""
+        on, loads = self.on(again=self._again), self._loads(segments)
+        found = likely_groups(segments, on, shares.tolist(), allowed=loads)
         return () if found is None else segments.model.items_of(found)
 
     def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -172,7 +174,7 @@ class StagesInTurn:
                 if min(parts.values()) >= 1:
                     break
                 limits = {s: max(0, int(found.memory(s) * part)) for s, part in parts.items()}
-                stage_of = self._cut(self.prepared.segments, None, limits)
+                stage_of = self._cut(self.prepared.segments, limits)
                 if not stage_of:
                     return
                 candidate = replace(candidate, stage_of=stage_of)

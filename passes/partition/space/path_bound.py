@@ -60,8 +60,8 @@ class Path:
         self.size = len(kept)
         number = {v: n for n, v in enumerate(kept, start=1)}
         self.low, self.high = sides(model.num_groups, model.arcs, number, self.size)
-        self.work = np.array(model.forward) + np.array(model.backward)
-        self.inside = cache(self._inside)
+        self.work = self.seconds(1.0)
+        self.inside, self.hidden = cache(self._inside), cache(self._hidden)
 
     def _inside(self, name: str, every: bool) -> Array:
         """The sum of `work`, or of a field of the model, over groups that surely are on a stage
@@ -94,15 +94,24 @@ class Path:
         result: Array = np.maximum(begun[None, : self.size + 1] - ended[:, None], 0.0)
         return result
 
-    @cached_property
-    def hidden(self) -> Array:
+    def seconds(self, backward: float) -> Array:
+        """Forward and such a part of backward, of every group."""
+        return np.array(self.model.forward) + backward * np.array(self.model.backward)
+
+    def aside(self, lost: int, ranks: int, backward: float = 1.0) -> float:
+        """The most of it that so many of the ranks, which hold nothing of the path, may do."""
+        found = self.hidden(backward)
+        return float(found[min(lost, ranks - lost + 1, len(found) - 1)])
+
+    def _hidden(self, backward: float) -> Array:
         """Work that stages without the path may do, by how many boundaries they lie at: of each
         group once."""
-        table = self._table(self.work)
+        row = self.seconds(backward)
+        table = self._table(row)
         upto = table.cumsum(0)  # low up to j
         both = upto.sum(1)[:, None] - upto.cumsum(1)  # and high behind k
         span = both[: self.size + 1, : self.size + 1]
-        free = float(self.work[(self.low == 0) | (self.high == self.size + 1)].sum())
+        free = float(row[(self.low == 0) | (self.high == self.size + 1)].sum())
         alone = np.diagonal(span)
         best, found = alone.copy(), [0.0, free + float(alone.max(initial=0.0))]
         later = np.triu(np.ones_like(span), 1) > 0
@@ -200,8 +209,7 @@ class PathBound:
     def _chain(self, seconds: float, lost: int) -> bool:
         """True if all ranks but so many, which hold nothing of the path, may do the rest."""
         rules, whole = self.rules, float(self.path.work.sum())
-        hidden = self.path.hidden
-        aside = float(hidden[min(lost, rules.ranks - lost + 1, len(hidden) - 1)])
+        aside = self.path.aside(lost, rules.ranks)
         per_rank = seconds / (1 if rules.stream else rules.num_microbatches) * rules.fastest
         if (rules.ranks - lost) * per_rank + aside < whole * (1 - 1e-9):
             return False  # all that the ranks do at full speed
@@ -212,21 +220,19 @@ class PathBound:
                 behind = done[u - option.replicas] if option.replicas <= u else None
                 if behind is None:
                     continue
-                most = self._most(option, u - option.replicas, seconds, lost, aside)
+                most = self._most(option, u - option.replicas, seconds, lost)
                 found = (most + behind[None, :]).max(1)
                 best = found if best is None else np.maximum(best, found)
             done.append(best if best is not None and np.isfinite(best).any() else None)
         last = done[-1]
         return last is not None and float(last[0]) + aside >= whole * (1 - 1e-9)
 
-    def _most(
-        self, option: StageDeployment, after: int, seconds: float, lost: int, aside: float
-    ) -> Array:
+    def _most(self, option: StageDeployment, after: int, seconds: float, lost: int) -> Array:
         """[j, k]: work of a microbatch that the stage may do; −inf where it takes too long."""
         path, v = self.path, self._hops(after, lost).speed
         surely, found = path.inside("work", not lost), path.open_work
         fits = np.arange(path.size + 1)[:, None] < np.arange(path.size + 1)[None, :]
-        for value, times in self._demands(option, after, lost, aside):
+        for value, times in self._demands(option, after, lost):
             left = seconds * (1 + 1e-12) - value
             fits &= left >= 0
             if times > 0:
@@ -248,7 +254,7 @@ class PathBound:
         return Hops(rules.fastest, none, none, none)
 
     def _demands(
-        self, option: StageDeployment, after: int, lost: int, aside: float
+        self, option: StageDeployment, after: int, lost: int
     ) -> Iterator[tuple[Array, float]]:
         """Seconds of each stage, and how much they grow at least with a second of other work."""
         rules, v, r = self.rules, self.rules.fastest, option.replicas
@@ -264,32 +270,33 @@ class PathBound:
             return
         share = option.share(rules.num_microbatches)
         part = rules.kind.halves(1.0)[0]  # of a backward
-        model = self.path.model
-        down, up = (
-            np.maximum(self.path.before(row) - aside, 0.0)[:, None] / v
-            for row in (np.array(model.forward), part * np.array(model.backward))
-        )
+        down, both = (self._before(each, lost)[:, None] / v for each in (0.0, part))
         yield down + share * (f + w) + summed, share
-        again, ways = option.again(1.0) * f, self._ways(part, aside)[:, None] / v
+        again, ways = option.again(1.0) * f, self._ways(part, lost)[:, None] / v
         home = part * self.path.inside("backward", not lost) / hops.speed + again
         before, behind = hops.before[:, None], hops.behind[None, :]
         ends = before + (hops.last[:, None] if after + 1 < rules.ranks else hops.last[None, :])
-        yield down + up + share * (f + home) + ends, share if part == 1 else 0.0
+        yield both + share * (f + home) + ends, share if part == 1 else 0.0
         depth = min(rules.deepest(option, after + lost) + 1, share)
         through = ways[0] + behind + (share - 1) * np.maximum(f, home)
         through = through + (share - depth) * np.minimum(f, home)
         yield through + again + ends, (share - depth) if part == 1 else 0.0
+        once = np.maximum(both + ways, ways[0]) + behind  # what is aside is only once in all
         for trips, rest in trips_in_turn(share, depth):
-            around = (ways + behind) * trips + rest * (f + home)
-            yield down + up + around + ends, rest if part == 1 else 0.0
+            around = (ways + behind) * (trips - 1) + rest * (f + home)
+            yield once + around + ends, rest if part == 1 else 0.0
 
-    def _ways(self, part: float, aside: float) -> Array:
-        """Work of a microbatch on the stage and later ones, there and back, by where it begins."""
-        model = self.path.model
-        row = np.array(model.forward) + part * np.array(model.backward)
+    def _before(self, part: float, lost: int) -> Array:
+        """Work of a microbatch on earlier stages, at least, by where the stage begins."""
+        found = self.path.before(self.path.seconds(part))
+        return np.maximum(found - self.path.aside(lost, self.rules.ranks, part), 0.0)
+
+    def _ways(self, part: float, lost: int) -> Array:
+        """The same on the stage and later ones, there and back."""
+        row = self.path.seconds(part)
         behind = np.bincount(self.path.low, row, self.path.size + 2)[::-1].cumsum()[::-1]
         found: Array = np.concatenate(([row.sum()], behind[2:]))
-        return np.maximum(found - aside, 0.0)
+        return np.maximum(found - self.path.aside(lost, self.rules.ranks, part), 0.0)
 
 
 def groups_told_apart(ranks: int, rows: int, most: int = MOST) -> int:

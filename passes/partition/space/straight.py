@@ -115,8 +115,7 @@ def straight_bound(
         if rules.kind.written is None and list(depths) == sorted(depths, reverse=True):
             most = float((each / np.maximum(path.work, 1e-300)).max())
             for k in range(1, rules.ranks):
-                lost = path.hidden[min(k, rules.ranks - k + 1, len(path.hidden) - 1)]
-                floors.append(each.sum() - most * lost)
+                floors.append(each.sum() - most * path.aside(k, rules.ranks))
     return PathBound(path, rules, floors=floors).least(lower, upper, late) * (1 - 1e-9)
 
 
