@@ -16,19 +16,14 @@ from pdcompile.problem.constraints import Split
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Constraints with the names of their ops, as far as their stages are divided."""
+    """Constraints that ask for an axis, with the names of their ops in stages that are divided."""
 
-    each: tuple[tuple[Split, tuple[str, ...]], ...] = ()
+    divided: tuple[tuple[Split, tuple[str, ...]], ...] = ()
 
     @property
     def families(self) -> dict[str, Family]:
         """The families of their ops, by name."""
         return {n: cast(Family, one.axis) for one, names in self.divided for n in names}
-
-    @property
-    def divided(self) -> tuple[tuple[Split, tuple[str, ...]], ...]:
-        """Those that ask for an axis."""
-        return tuple(pair for pair in self.each if pair[0].axis != "whole")
 
     def fixed(self, products: Collection[str]) -> list[tuple[Split, tuple[str, ...]]]:
         """The ops of each that may not stay whole: products or, without any, all that it has."""
@@ -68,5 +63,6 @@ def asked(axes: Axes, splits: Sequence[Split], *, evaluates: bool) -> Asked:
             if one.axis == "whole":
                 reason = f"{one} says so"
                 axes.ops[name] = replace(axes.ops[name], loops={}, reason=reason)
-        each.append((one, names))
+        if one.axis != "whole":
+            each.append((one, names))
     return Asked(tuple(each))

@@ -20,6 +20,7 @@ from pdcompile.passes.parts.choice import Choice
 from pdcompile.passes.parts.families import AT_REST, FAMILIES, divides
 from pdcompile.passes.parts.layout import SPREAD, WHOLE, Layout
 from pdcompile.passes.parts.local import has_function
+from pdcompile.passes.stages.held_tensors import users
 from pdcompile.problem.constraints import Split as Wished
 
 GROUPED_EXPERTS = "experts_implementation='grouped_mm' of a model of transformers"
@@ -46,11 +47,8 @@ class Cut:
 
     def shared(self, graph: OpGraph) -> set[str]:
         """Tensors that several stages use."""
-        users: dict[str, set[int]] = {}
-        for op in graph.ops if self.stage_of else ():
-            for fqn in op.used_tensors:
-                users.setdefault(fqn, set()).add(self.stage_of[op.name])
-        return {fqn for fqn, stages in users.items() if len(stages) > 1}
+        found = users(graph, self.stage_of) if self.stage_of else {}
+        return {fqn for fqn, stages in found.items() if len(stages) > 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdcompile.errors import ScheduleError
 from pdcompile.passes.schedules import warmup
 from pdcompile.passes.schedules.stream import tasks_of
-from pdcompile.plan import Certificate, Edge, Plan, StagePlan, Training
+from pdcompile.plan import NOT_CERTIFIED, Edge, Plan, StagePlan, Training
 from pdcompile.schedule import Action
 from pdcompile.schedule.registry import PARTS, flush_schedules, kind_of
 from pdcompile.schedule.written import Cell, Written, parse
@@ -35,8 +35,7 @@ def chain(schedule: str, num_stages: int, num_microbatches: int, num_ranks: int)
     )  # fmt: skip
     edges = tuple(Edge(f"x{s}", s, (s + 1,), 0, True) for s in range(num_stages - 1))
     training = Training(schedule, num_microbatches, num_microbatches, depths)
-    certificate = Certificate(0.0, 0.0, "feasible", "", 0.0, "")
-    return Plan("", stages, edges, (), training, "", certificate)
+    return Plan("", stages, edges, (), training, "", NOT_CERTIFIED)
 
 
 _ANY = "`pdcompile simulate` draws any plan"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pdcompile.errors import PlanError
 
@@ -66,26 +66,13 @@ class Shard:
         dim = self.dim
         return (*local[:dim], local[dim] * self.parts, *local[dim + 1 :])
 
-    def ranges(self, part: int) -> list[tuple[int, int]]:
-        """First index and end of each run of a part's slice, along the dimension."""
-        each = prod(self.sizes[self.which :])
-        own = each // self.parts
-        starts = [run * each + part * own for run in range(self.runs)]
-        return [(start, start + own) for start in starts]
-
-    def own(self, whole: Any, part: int) -> Tensor:
-        """A part's slice, in memory of its own.
-
-        Args:
-            whole: the tensor, or what reads it from a file: it has ``get_shape()`` and gives a
-                tensor for an index of slices, as ``safe_open(…).get_slice(…)`` does.
-        """
+    def own(self, whole: Tensor, part: int) -> Tensor:
+        """A part's slice, in memory of its own."""
         import torch
 
-        read = getattr(whole, "get_shape", None)
-        self.local_shape(read() if read else whole.shape)
-        before = (slice(None),) * self.dim
-        return torch.cat([whole[(*before, slice(*run))] for run in self.ranges(part)], self.dim)
+        self.local_shape(whole.shape)
+        runs = whole.unflatten(self.dim, (self.runs, self.parts, -1)).select(self.dim + 1, part)
+        return runs.clone(memory_format=torch.contiguous_format).flatten(self.dim, self.dim + 1)
 
     def joined(self, slices: Sequence[Tensor]) -> Tensor:
         """The whole tensor, from the slices of all parts in order."""
@@ -93,8 +80,8 @@ class Shard:
 
         if len(slices) != self.parts:
             self._refuse(f"has not {len(slices)} slices")
-        pieces = [one.chunk(self.runs, self.dim) for one in slices]
-        return torch.cat([piece for run in zip(*pieces, strict=True) for piece in run], self.dim)
+        runs = [one.unflatten(self.dim, (self.runs, -1)) for one in slices]
+        return torch.stack(runs, self.dim + 1).flatten(self.dim, self.dim + 2)
 
     def _refuse(self, why: str) -> None:
         raise PlanError(
