@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pdcompile.schedule.registry import DEFAULT, ScheduleKind, one_age_streams, with_replicas
+from pdcompile.schedule.registry import DEFAULT, ScheduleKind, names, one_age_streams
 
 #: options of updates that wait for all stages, and what to do instead
 JOINT = {"grad_scaler": "autocast='bfloat16'", "max_grad_norm": "clip per stage in the optimizer"}
@@ -52,5 +52,6 @@ def unfit(
     for replicas in asked["replicas"] if not kind.takes_replicas else ():
         if {*(replicas if isinstance(replicas, tuple) else (replicas,))} != {1}:
             why = f" {under}, where all stages run on one version of the weights: stages of unlike "
-            remedy = f"one replica a stage, or a schedule of {with_replicas()}"
+            others = ", ".join(names(lambda k: k.trains and k.takes_replicas))
+            remedy = f"one replica a stage, or a schedule of {others}"
             yield "replicas", replicas, f"{why}counts update at unlike times", remedy

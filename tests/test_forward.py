@@ -25,7 +25,7 @@ from pdcompile.plan import Edge, Plan
 from pdcompile.plan.times import times_of
 from pdcompile.reference import reference
 from pdcompile.schedule import Action, Schedule
-from pdcompile.schedule.registry import allowed, several_a_rank, with_replicas
+from pdcompile.schedule.registry import allowed, several_a_rank
 from tests.helpers.alike import PLANNED, Call
 from tests.helpers.launch import processes
 from tests.helpers.schedules import chain, make_plan
@@ -167,7 +167,7 @@ def test_what_trains_is_refused() -> None:
             with pytest.raises(ConfigError, match="'forward' is for inference") as caught:
                 call(x, target=y)
             assert "predict or eval_step" in str(caught.value.remedy)
-    assert "forward" not in (*allowed("any"), *with_replicas(), *several_a_rank())
+    assert "forward" not in (*allowed("any"), *several_a_rank().split(" or "))
 
 
 def test_commands(tmp_path: Path, call: Call) -> None:

@@ -57,7 +57,12 @@ AGAIN = ("whatif",)  # verbs whose options are those of a plan where nothing els
 WARMUP = Row(
     "Microbatches in flight between neighbouring stages beyond one, to hide transfers; auto: 0 or "
     "1.",
-    flag=Flag("auto|E", texts.warmup, verbs=PLANNING, remedy="auto, or numbers such as 0,1"),
+    flag=Flag(
+        "auto|E",
+        texts.counts("auto", least=0),
+        verbs=PLANNING,
+        remedy="auto, or numbers such as 0,1",
+    ),
     name="warmup",
     panel="Search",
 )
@@ -222,11 +227,11 @@ class Flags:
         if asked or isinstance(counts, tuple) or said.get("schedule") == "auto":
             if straight:  # of as many stages as are best
                 found["replicas"] = "1"
-            if warmup not in (None, "auto"):
-                found["extra_warmup"] = warmup
+            for name, one in (("extra_warmup", warmup), ("microbatch_counts", counts)):
+                if one not in (None, "auto"):
+                    found[name] = one if isinstance(one, tuple) else (one,)
             if counts != "auto":
-                counts = counts if isinstance(counts, tuple) else (counts,)
-                found |= {"microbatch_counts": counts, "microbatches": counts[0]}
+                found["microbatches"] = found["microbatch_counts"][0]
         return found
 
     def _constraints(self) -> tuple[Constraint, ...]:

@@ -23,7 +23,6 @@ from pdcompile.schedule.registry import (
     DEFAULT,
     KINDS,
     described,
-    in_one_piece,
     in_turn,
     names,
     several_a_rank,
@@ -101,7 +100,8 @@ class TrainingOptions:
     )
     microbatches: int | Literal["auto"] = option(
         "auto",
-        f"Pieces that a minibatch is split into ({in_one_piece()}: 1), or auto.",
+        "Pieces that a minibatch is split into "
+        f"({', '.join(names(lambda k: k.updates_each))}: 1), or auto.",
         check=count("'auto'"),
         plan="training.num_microbatches",
         compared=True,

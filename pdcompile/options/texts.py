@@ -47,22 +47,14 @@ def recompute(text: str) -> bool | Literal["auto"] | tuple[bool, ...]:
     return one(text) if text.isalpha() else tuple(map(one, text.split(",")))
 
 
-def warmup(text: str) -> tuple[int, ...] | Literal["auto"]:
-    """``auto``, or numbers from 0 up."""
-    found = () if text == "auto" else tuple(map(int, text.split(",")))
-    if min(found, default=0) < 0:
-        raise ValueError(text)
-    return found or "auto"
-
-
-def counts(*known: str) -> Callable[[str], Any]:
-    """Reader of a number from 1 up, those of ``4,8,16``, or a word."""
+def counts(*known: str, least: int = 1) -> Callable[[str], Any]:
+    """Reader of a number from so many up, those of ``4,8,16``, or a word."""
 
     def read(text: str) -> Any:
         if text in known:
             return text
         found = tuple(map(int, text.split(",")))
-        if min(found) < 1:
+        if min(found) < least:
             raise ValueError(text)
         return found if len(found) > 1 else found[0]
 

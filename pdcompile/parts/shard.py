@@ -71,8 +71,9 @@ class Shard:
         import torch
 
         self.local_shape(whole.shape)
-        runs = whole.unflatten(self.dim, (self.runs, self.parts, -1)).select(self.dim + 1, part)
-        return runs.clone(memory_format=torch.contiguous_format).flatten(self.dim, self.dim + 1)
+        runs = torch.unflatten(whole, self.dim, (self.runs, self.parts, -1))
+        own = runs.select(self.dim + 1, part)
+        return own.clone(memory_format=torch.contiguous_format).flatten(self.dim, self.dim + 1)
 
     def joined(self, slices: Sequence[Tensor]) -> Tensor:
         """The whole tensor, from the slices of all parts in order."""
@@ -80,7 +81,7 @@ class Shard:
 
         if len(slices) != self.parts:
             self._refuse(f"has not {len(slices)} slices")
-        runs = [one.unflatten(self.dim, (self.runs, -1)) for one in slices]
+        runs = [torch.unflatten(one, self.dim, (self.runs, -1)) for one in slices]
         return torch.stack(runs, self.dim + 1).flatten(self.dim, self.dim + 2)
 
     def _refuse(self, why: str) -> None:

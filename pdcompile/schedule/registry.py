@@ -472,16 +472,6 @@ def usual_stages() -> str:
     return ", ".join(["one a device", *more])
 
 
-def with_replicas() -> str:
-    """Schedules under which stages may have replicas, as remedies list them."""
-    return ", ".join(k.name for k in KINDS.values() if k.trains and k.takes_replicas)
-
-
-def in_one_piece() -> str:
-    """Schedules whose minibatches are one microbatch each, for help texts."""
-    return ", ".join(kind.name for kind in KINDS.values() if kind.updates_each)
-
-
 def in_turn() -> str:
     """Schedules whose replicas take minibatches in turn, for help texts."""
     return " or ".join(names(lambda kind: kind.updates_each and kind.takes_replicas))

@@ -35,14 +35,13 @@ CARRIED = {
 }
 
 
-def grid(table: Table, note: str = "") -> dict[str, Any]:
+def grid(table: Table) -> dict[str, Any]:
     """A table of the terminal; columns that are set to the right hold numbers."""
     columns = table.columns
     return {
         "head": [str(column.header) for column in columns],
         "numbers": [column.justify == "right" for column in columns],
         "rows": [*zip(*(map(str, one.cells) for one in columns), strict=True)],
-        "note": note,
     }
 
 

@@ -109,9 +109,9 @@ function table(grid, caption) {
       el("caption", {}, caption),
       el("thead", {}, el("tr", {}, ...cells("th", grid.head))),
       el("tbody", {}, ...grid.rows.map((row) => el("tr", {}, ...cells("td", row))))));
-  if (grid.rows.length <= LONG) return el("div", {}, scroll, note(grid.note));
+  if (grid.rows.length <= LONG) return el("div", {}, scroll);
   const summary = el("summary", {}, `${caption} (${grid.rows.length} rows)`);
-  return el("details", {}, summary, scroll, note(grid.note));
+  return el("details", {}, summary, scroll);
 }
 
 function strips(data, label) {
