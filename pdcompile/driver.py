@@ -273,7 +273,7 @@ def planned_layout(
     whole = search.whole = search.whole or step("graph", capturing)
     chosen = _with_outputs(chosen, whole.train, options)
     if search.ideal:
-        chosen, captured = as_one_device(chosen), whole
+        chosen, captured = as_one_device(options, chosen), whole
     else:
         divided = partial(_in_parts, model, whole, options, chosen, step)
         chosen, captured = divided(evaluates=not search.sketches)

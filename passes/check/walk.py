@@ -11,6 +11,7 @@ from pdcompile.passes.check.tokens import Tokens
 from pdcompile.passes.check.transfers import Violation
 from pdcompile.schedule import Action, Instruction, Kind, Phase, Schedule
 from pdcompile.schedule.instruction import TRANSFERS
+from pdcompile.schedule.program import side_by_side
 from pdcompile.schedule.spec import Broadcast, PipelineSpec
 
 STEP, FLUSH, GRADIENTS, REFRESH = "", "+flush", "+gradients", "+refresh"
@@ -210,12 +211,7 @@ def excerpt(schedule: Schedule, marks: Mapping[int, int]) -> str:
             text = f"{index}: {column[index]}" if 0 <= index < len(column) else ""
             cell.append(text + " <-- here" if index == mark else text)
         cells.append(cell)
-    widths = [max(map(len, cell)) for cell in cells]
-    rows = zip(*cells, strict=True)
-    lines = [
-        "  " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
+    lines = [f"  {row}" for row in side_by_side(cells)]
     if len(marks) > MAX_RANKS:
         lines.append(f"  … and {len(marks) - MAX_RANKS} more ranks")
     return "\n".join(line.rstrip() for line in lines)

@@ -122,13 +122,15 @@ def innermost_devices(options: Options, num_ranks: int | None) -> int:
 
 
 def joined(options: Options, chosen: Configuration, faster: float) -> Configuration:
-    """The configuration for stages of unlike numbers of parts where each rank is one device, as
-    large as all that its parts run on, and so many times as fast as one of several."""
+    """The configuration for whole stages where each rank is one device, as large as all that the
+    parts of its stage run on, and so many times as fast as one of several."""
+    devices = chosen.cluster.devices
+    parts = _parts_of_ranks(options) or (chosen.training.most_parts,) * len(devices)
     devices = tuple(
         one if n == 1 else replace(
             one, speed=faster * one.speed, memory_bytes=one.memory_bytes and n * one.memory_bytes
         )
-        for one, n in zip(chosen.cluster.devices, _parts_of_ranks(options), strict=True)
+        for one, n in zip(devices, parts, strict=True)
     )  # fmt: skip
     return replace(
         chosen, cluster=replace(chosen.cluster, devices=devices, parts=None),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pdcompile.errors import ClusterError, ConfigError, LaunchError
 from pdcompile.options import Options
-from pdcompile.options.configuration import Configuration, innermost_devices, machines
+from pdcompile.options.configuration import Configuration, innermost_devices, joined, machines
 from pdcompile.parts.shard import Split
 
 #: in the order in which they are tried; context, which few models want, has to be named
@@ -47,7 +47,7 @@ def named(options: Options) -> str:
     return "whole stages" if options.parts == 1 else f"{options.parts} parts by {options.split}"
 
 
-def as_one_device(chosen: Configuration) -> Configuration:
+def as_one_device(options: Options, chosen: Configuration) -> Configuration:
     """The configuration for whole stages where the parts of each are one device, which is as fast
     and large as all of them and has the links of all.
 
@@ -55,16 +55,11 @@ def as_one_device(chosen: Configuration) -> Configuration:
         ClusterError: devices are unlike.
     """
     cluster, parts = chosen.cluster, chosen.training.most_parts
-    one, *others = cluster.devices
-    if any(other != one for other in others):
+    if len({*cluster.devices}) > 1:
         raise ClusterError("devices are unlike", where="cluster")
-    memory = one.memory_bytes and parts * one.memory_bytes
-    devices = (replace(one, speed=parts * one.speed, memory_bytes=memory),) * len(cluster.devices)
     levels = (replace(one, bytes_per_second=one.bytes_per_second * parts) for one in cluster.levels)
-    return replace(
-        chosen, cluster=replace(cluster, devices=devices, levels=tuple(levels), parts=None),
-        training=replace(chosen.training, parts=1, split="", module_splits=()),
-    )  # fmt: skip
+    wider = replace(chosen, cluster=replace(cluster, levels=tuple(levels)))
+    return joined(options, wider, parts)
 
 
 def _tried(options: Options, most: int, experts: bool) -> Iterator[Options]:

@@ -6,6 +6,7 @@ with tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -27,17 +28,13 @@ class Schedule:
             [f"rank {rank} stage {home}", *(one.text(home) for one in column)]
             for rank, (home, column) in enumerate(zip(homes, self.columns, strict=True))
         ]
-        widths = [max(map(len, column)) for column in cells]
         lines = [f"schedule {self.name}", *LEGEND]
         written = [one for column in self.columns for one in column]
         if any(one.target >= 0 for one in written):
             lines.append("#   >R/K to stage K on rank R, which holds several")
         if any(one.action.kind in (Kind.OUTPUT, Kind.STATE) for one in written):
             lines.append("#   oK output K, nK tensor K of the model")
-        for row in zip_longest(*cells, fillvalue=""):
-            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("| " + " | ".join(padded) + " |")
-        return "\n".join(lines)
+        return "\n".join((*lines, *(f"| {row} |" for row in side_by_side(cells))))
 
 
 LEGEND = (
@@ -46,6 +43,13 @@ LEGEND = (
     "#   W-1 on the weights of one minibatch before, sK on stage K (where not the column's);",
     "#   MINIBATCH is relative to the call and left out where it is 0",
 )
+
+
+def side_by_side(columns: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns of texts, line by line."""
+    widths = [max(map(len, column)) for column in columns]
+    for row in zip_longest(*columns, fillvalue=""):
+        yield " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
 
 
 class RecordedEvent(NamedTuple):
