@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 VARIABLE = "PDCOMPILE_CACHE"
@@ -38,34 +36,20 @@ def is_path(given: object) -> bool:
     return name != "" and "\0" not in name
 
 
-@contextmanager
-def complete_file(path: Path) -> Iterator[Path]:
-    """Context in which a file is written beside its place, which then comes to the disk and into
-    it, or is not there.  Raises OSError."""
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file beside its place and renames it into it.  Raises OSError."""
     # Not the process's number: in a container the next one may get the same, and meet what a
     # killed one left.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        yield temporary
-        synced(temporary)
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file as a whole, or not at all.  Raises OSError."""
-    with complete_file(path) as beside:
-        beside.write_bytes(data)
-
-
-def synced(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk.  Raises OSError."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+        raise
 
 
 def cache_folder() -> Path | None:

@@ -61,7 +61,7 @@ def parse_seconds(
 
 def format_bytes(count: float) -> str:
     """Three digits for a reader: ``1.50 GB``."""
-    return _format(count, [("B", 1.0), *((f"{p}B", float(f)) for p, f in _DECIMAL.items() if p)])
+    return _format(count, [(f"{prefix}B", float(one)) for prefix, one in _DECIMAL.items()])
 
 
 def format_rate(bytes_per_second: float) -> str:
@@ -76,8 +76,7 @@ def format_count(count: float) -> str:
 
 def format_flops(count: float) -> str:
     """Three digits for a reader: ``6.44 GFLOP``."""
-    units = [("FLOP", 1.0), *((f"{p}FLOP", float(f)) for p, f in _DECIMAL.items() if p)]
-    return _format(count, units)
+    return _format(count, [(f"{prefix}FLOP", float(one)) for prefix, one in _DECIMAL.items()])
 
 
 def format_seconds(seconds: float) -> str:

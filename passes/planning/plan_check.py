@@ -53,8 +53,8 @@ def check_plan(plan: Plan, graph: OpGraph, cluster: Cluster) -> None:
     """
     validate(plan, "plan")
     # Ops of an outside loss are on the last stage, listed or not.
-    stage_of = {op.name: len(plan.stages) - 1 for op in graph.ops if op.region == "loss"}
-    stage_of |= {op: s for s, stage in enumerate(plan.stages) for op in stage.ops}
+    of_loss = {op.name: len(plan.stages) - 1 for op in graph.ops if op.region == "loss"}
+    stage_of = of_loss | plan.stage_of
     for path, message, remedy in chain(
         _misplaced(plan, graph, stage_of),
         _together(graph, stage_of),

@@ -29,7 +29,7 @@ from pdcompile.checkpoint.manifest import (
 )
 from pdcompile.eager.digest import flat_bytes
 from pdcompile.errors import CheckpointError, errors_as
-from pdcompile.files import complete_file, synced, write_whole
+from pdcompile.files import write_whole
 from pdcompile.ir.targets import dtype_name
 from pdcompile.warn import warn
 from pdcompile.weights.tensor_files import INDEX, OpenFile
@@ -53,9 +53,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], identity: str) -> S
         memory = value.untyped_storage().data_ptr()
         plain[name] = value.clone() if memory in memories else value
         memories.add(memory)
+    beside = path.with_name(f".{path.name}.tmp")
     with unwritten(path, Exception):  # the library has several kinds
-        with complete_file(path) as beside:
+        try:
             save_file(plain, beside, {"format": "pt", "pdcompile": identity})
+            synced(beside)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
         size, header = path.stat().st_size, _header_crc32(path)
     listed = (
         StoredTensor(name, dtype_name(value.dtype), tuple(value.shape), _checksum(value))
@@ -68,6 +73,15 @@ def unwritten(path: Path, kind: type[Exception] = OSError) -> AbstractContextMan
     """Raises CheckpointError in place of errors of a kind while files are written."""
     remedy = "make room or give another folder, and try again; earlier checkpoints are as they were"
     return errors_as(CheckpointError, "the checkpoint cannot be written", path, remedy, kind)
+
+
+def synced(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk.  Raises OSError."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 class TensorFile:

@@ -57,12 +57,7 @@ AGAIN = ("whatif",)  # verbs whose options are those of a plan where nothing els
 WARMUP = Row(
     "Microbatches in flight between neighbouring stages beyond one, to hide transfers; auto: 0 or "
     "1.",
-    flag=Flag(
-        "auto|E",
-        texts.counts("auto", least=0),
-        verbs=PLANNING,
-        remedy="auto, or numbers such as 0,1",
-    ),
+    flag=Flag("auto|E", texts.warmup, verbs=PLANNING, remedy="auto, or numbers such as 0,1"),
     name="warmup",
     panel="Search",
 )

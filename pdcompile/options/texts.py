@@ -61,6 +61,9 @@ def counts(*known: str, least: int = 1) -> Callable[[str], Any]:
     return read
 
 
+warmup = counts("auto", least=0)  # those of --warmup
+
+
 def optimizer_of(name: str, lr: float | None) -> Any:
     """Maker of an optimizer: a class of torch.optim, the function of ``FILE:FUNCTION``, or None
     for ``none``.  Raises ConfigError."""
