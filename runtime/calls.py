@@ -33,7 +33,7 @@ from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.outputs import output_ranks
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.stage.compute import Feed
-from pdcompile.runtime.watch.parts_watch import refuse_unlike
+from pdcompile.runtime.watch.optimizer_watch import refuse_unlike
 
 
 def begin_call(

@@ -6,8 +6,11 @@ communicated here that is not in the list.  POST and SEND never block, WAIT may.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from functools import cache, partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +33,10 @@ from pdcompile.schedule import Action, Instruction, Kind, Phase
 from pdcompile.schedule.spec import hops
 
 BROADCAST = (Kind.OUTPUT, Kind.STATE)
-Key = tuple[Kind, int, int, int]  # kind, edge, minibatch, microbatch (of a tied sum: its rank)
+#: by minibatch: what one place of a program makes or gets, until it is taken
+Slot = dict[int, Any]
 #: of broadcasts by item and microbatch: the tensors that are here, and what is to arrive
-Box = dict[tuple[int, int], Tensor | Expected]
+Box = dict[tuple[int, int], Any]
 
 
 class Loss:
@@ -124,16 +128,14 @@ class Worker:
         loss_dtype = "float32" if train.loss is None else train.values[train.loss].dtype
         self.losses = Losses(self, getattr(torch, loss_dtype), device)
         self.compute, self._device, self.base = compute, device, 0
-        self._tied, self._reach = plan.tied, plan.spec.reach
+        self.tied, self._reach = plan.tied, plan.spec.reach
         self._hops = hops(plan.spec, stage, replica)
         self._max_norm = plan.training.max_grad_norm
-        self._box: Box = {}
+        self.box: Box = {}
         self._clips_to: float | None = None  # where the user clips what is in .grad now
         self.weights_at: set[int] | None = None  # their memory; None: it may be another now
-        self._receiving: dict[Key, Handle] = {}
-        self._arrived: dict[Key, Tensor] = {}
-        self._outgoing: dict[Key, list[Tensor]] = {}  # once for each receiver
-        self._sending: dict[tuple[Key, int, int], Handle] = {}
+        self.slots: defaultdict[tuple[int, ...], Slot] = defaultdict(dict)  # by phase, kind, …
+        self._runs: dict[Instruction, Callable[[int], None]] = {}  # of the present wiring
 
     @property
     def held(self) -> dict[int, Worker]:
@@ -152,10 +154,13 @@ class Worker:
     ) -> None:  # fmt: skip
         """A program begins, whose minibatch 0 is number `base`."""
         self.base, self._clips_to = base, max_norm
-        self._box = {} if box is None else box
+        self.box = {} if box is None else box
         self.weights_at, self.weights.updating = None, False
         if feed is not None:
             self.feeds[feed.minibatch] = feed
+            if feed.wiring is not self.compute.wiring:
+                self.compute.wire(feed.wiring)
+                self._runs.clear()
 
     def settle(self, call: int | None = None) -> None:
         """Call `call` begins (None: the last one ended): finish what no program reaches back to.
@@ -181,8 +186,8 @@ class Worker:
         else:
             self.feeds.pop(minibatch, None)
             self.weights.abandon(minibatch)
-        mine = self._receiving, self._arrived, self._outgoing, self._sending
-        for part in (*mine, self.compute.flights):
+        self._runs.clear()
+        for part in (*self.slots.values(), *(feed.flights for feed in self.feeds.values())):
             part.clear()
         self.norms.abandon()
         if self.replicas is not None:
@@ -196,7 +201,7 @@ class Worker:
         if self.transport is not None:
             return True
         if ins.action.phase is Phase.WAIT_RECV:
-            return self._key(ins) in self._receiving
+            return self.base + ins.minibatch in Place(self, ins).coming
         if ins.action is Action.WAIT_NORMS:
             return self.norms.ready(self.base + ins.minibatch)
         if self.replicas is not None and ins.action in OF_REPLICAS:
@@ -206,118 +211,93 @@ class Worker:
     def execute(self, ins: Instruction) -> None:
         """Run one instruction; after an error, `current` says which one it was."""
         self.current = ins
-        (_OF_PHASE.get(ins.action.phase) or _OF_ACTION[ins.action])(self, ins)
+        (self._runs.get(ins) or self._bound(ins))(self.base + ins.minibatch)
         self.current = None
+
+    def _bound(self, ins: Instruction) -> Callable[[int], None]:
+        """The instruction of any minibatch, with all that is the same for each of them."""
+        run = _OF_PHASE.get(ins.action.phase) or _OF_ACTION[ins.action]
+        found = self._runs[ins] = partial(run, self, ins, Place(self, ins))
+        return found
 
     # -- messages ----------------------------------------------------------------------------
 
-    def _key(self, ins: Instruction) -> Key:
-        minibatch, kind = self.base + ins.minibatch, ins.action.kind
-        if kind is Kind.VALUE and minibatch in self.feeds:  # else its send is waited for late
-            kind = self.feeds[minibatch].wiring.kind
-        return kind, ins.edge, minibatch, ins.peer if kind is Kind.TIED else ins.microbatch
+    def _post(self, ins: Instruction, at: Place, minibatch: int) -> None:
+        if at.near is None:  # else it is handed over when it is sent
+            size = self.feeds[minibatch].sizes[ins.microbatch] if at.sized else 0
+            at.coming[minibatch] = at.receive(at.expected(size), minibatch)
 
-    def _expected(self, key: Key) -> Expected:
-        kind, edge, minibatch, microbatch = key
-        if kind in BROADCAST:
-            found = self._box[edge, microbatch]
-            assert isinstance(found, Expected)
-            return found
-        if kind in (Kind.TIED, Kind.WEIGHT):
-            parameter = self.weights.parameter(0, self._tied[edge].fqn)
-            return Expected(tuple(parameter.shape), parameter.dtype, minibatch)
-        feed = self.feeds[minibatch]
-        return expected(feed.wiring.ports[edge], feed.sizes[microbatch], minibatch)
-
-    def _post(self, ins: Instruction) -> None:
-        if ins.peer in self.near:  # it is handed over when it is sent
-            return
-        key = self._key(ins)
-        target = self.stage if len(self.held) > 1 and ins.stage >= 0 else -1
-        channel = Channel(key[0], ins.edge, ins.peer, target)
-        self._receiving[key] = self.far.receive(channel, self._expected(key))
-
-    def _wait(self, ins: Instruction) -> None:
-        key, kind = self._key(ins), ins.action.kind
-        tensor = self._receiving.pop(key).wait()
-        if kind is Kind.WEIGHT:
-            self.weights.receive(self._tied[ins.edge].fqn, key[2], tensor)
+    def _wait(self, ins: Instruction, at: Place, minibatch: int) -> None:
+        tensor, kind = at.coming.pop(minibatch).wait(), at.kind
+        if at.sized:
+            at.coming[minibatch] = tensor
+        elif kind is Kind.WEIGHT:
+            self.weights.receive(at.fqn, minibatch, tensor)
         elif kind is Kind.TIED:
             peers = [hop.peer for hop in self._hops.sums_in if hop.edge == ins.edge]
-            place = peers.index(ins.peer)
-            self.weights.receive_sum(self._tied[ins.edge].fqn, key[2], place, tensor)
-        elif kind in BROADCAST:
-            self._box[ins.edge, ins.microbatch] = tensor
+            self.weights.receive_sum(at.fqn, minibatch, peers.index(ins.peer), tensor)
         else:
-            self._arrived[key] = tensor
+            self.box[ins.edge, ins.microbatch] = tensor
 
-    def _send(self, ins: Instruction) -> None:
-        key, kind = self._key(ins), ins.action.kind
-        if kind in BROADCAST:
-            tensor = self._box[ins.edge, ins.microbatch]
-            assert isinstance(tensor, Tensor)
-        elif kind is Kind.WEIGHT:
-            tensor = self.weights.master(self._tied[ins.edge].fqn)
-        elif kind is Kind.TIED:
-            tensor = self.weights.pass_on(self._tied[ins.edge].fqn, key[2])
+    def _send(self, ins: Instruction, at: Place, minibatch: int) -> None:
+        if at.sized:
+            each = at.leaving[minibatch]
+            tensor = each.pop()
+            if not each:
+                del at.leaving[minibatch]
+        elif at.kind is Kind.WEIGHT:
+            tensor = self.weights.master(at.fqn)
+        elif at.kind is Kind.TIED:
+            tensor = self.weights.pass_on(at.fqn, minibatch)
         else:
-            tensor = self._outgoing[key].pop()
-            if not self._outgoing[key]:
-                del self._outgoing[key]
-        if (stages := self.near.get(ins.peer)) is not None:
-            receiver = stages.get(ins.target) or next(iter(stages.values()))
-            place = (*key[:3], self.rank if kind is Kind.TIED else key[3])
-            receiver._receiving[place] = Fetched(tensor.detach())
-            return
-        channel = Channel(key[0], ins.edge, ins.peer, ins.target)
-        self._sending[key, ins.peer, ins.target] = self.far.send(channel, tensor, key[2])
+            tensor = self.box[ins.edge, ins.microbatch]
+        if at.near is None:
+            at.sent[minibatch] = at.send(tensor, minibatch)
+        else:
+            at.near[minibatch] = Fetched(tensor.detach())
 
-    def _wait_send(self, ins: Instruction) -> None:
-        if ins.peer not in self.near:
-            self._sending.pop((self._key(ins), ins.peer, ins.target)).wait()
+    def _wait_send(self, _: Instruction, at: Place, minibatch: int) -> None:
+        if at.near is None:
+            at.sent.pop(minibatch).wait()
 
-    def _forward(self, ins: Instruction) -> None:
-        minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
-        feed, version = self.feeds[minibatch], self.weights.newest
-        wiring = feed.wiring
-        if wiring.training:
+    # -- what is computed --------------------------------------------------------------------
+
+    def _forward(self, ins: Instruction, at: Place, minibatch: int) -> None:
+        microbatch, feed, version = ins.microbatch, self.feeds[minibatch], self.weights.newest
+        if feed.wiring.training:
             version = self.weights.version_of(minibatch, ins.lag)
         values = self.compute.forward(
-            feed, microbatch, version,
-            lambda edge: self._arrived.pop((wiring.kind, edge, minibatch, microbatch)),
-        )  # fmt: skip
+            feed, microbatch, version, lambda edge: at.came[edge].pop(minibatch)
+        )
         outputs: dict[str, Tensor] = {}
-        for port, edge in wiring.outputs:
+        for port, edge in feed.wiring.outputs:
             if edge is None and not feed.keep_outputs:
                 continue
             outputs[port.value] = value = _apart(self, values[port.value])
             if edge is not None:
-                key = wiring.kind, edge, minibatch, microbatch
-                self._outgoing[key] = [value] * wiring.fan_out[edge]
+                at.left[edge][minibatch] = [value] * feed.wiring.fan_out[edge]
         if feed.keep_outputs:
             feed.outputs[microbatch] = outputs
         feed.leaves[microbatch] = {}
 
-    def _backward(self, ins: Instruction) -> None:
-        minibatch, microbatch = self.base + ins.minibatch, ins.microbatch
+    def _backward(self, ins: Instruction, at: Place, minibatch: int) -> None:
         sent = self.compute.backward(
             self.feeds[minibatch],
-            microbatch,
+            ins.microbatch,
             self.weights.version_of(minibatch, ins.lag),
-            lambda edge: self._arrived.pop((Kind.GRADIENT, edge, minibatch, microbatch)),
+            lambda edge: at.came[edge].pop(minibatch),
             split=ins.action is Action.BACKWARD_INPUT,
         )
         for edge, gradient in sent:
-            self._outgoing[Kind.GRADIENT, edge, minibatch, microbatch] = [gradient]
+            at.left[edge][minibatch] = [gradient]
 
-    def _backward_weight(self, ins: Instruction) -> None:
-        minibatch = self.base + ins.minibatch
+    def _backward_weight(self, ins: Instruction, _: Place, minibatch: int) -> None:
         version = self.weights.version_of(minibatch, ins.lag)
         self.compute.backward_weight(self.feeds[minibatch], ins.microbatch, version)
 
-    def _step(self, ins: Instruction) -> None:
+    def _step(self, _: Instruction, __: Place, minibatch: int) -> None:
         assert self.updater is not None
-        minibatch, scale = self.base + ins.minibatch, self.norms.scale
+        scale = self.norms.scale
         skipped = scale is not None and scale.skips(minibatch)
         self.updater.update(self.weights, minibatch, self.stage, skipped=skipped)
         self.weights_at = None
@@ -328,22 +308,66 @@ class Worker:
         parts = [one.present_gradients() if shown else one.harvest(minibatch) for one in held]
         return {fqn: gradient for part in parts for fqn, gradient in part.items()}
 
-    def _of_replicas(self, ins: Instruction) -> None:
+    def _of_replicas(self, ins: Instruction, _: Place, minibatch: int) -> None:
         assert self.replicas is not None
-        self.replicas.execute(ins.action, self.base + ins.minibatch)
+        self.replicas.execute(ins.action, minibatch)
 
-    def _post_norms(self, ins: Instruction) -> None:
-        at = self.base + ins.minibatch
-        self.norms.post(at, self._gradients(at))
+    def _post_norms(self, _: Instruction, __: Place, minibatch: int) -> None:
+        self.norms.post(minibatch, self._gradients(minibatch))
 
-    def _wait_norms(self, ins: Instruction) -> None:
-        minibatch = self.base + ins.minibatch
+    def _wait_norms(self, _: Instruction, __: Place, minibatch: int) -> None:
         total, most = self.norms.wait(minibatch), self._clips_to or self._max_norm
         if most is not None:
             clip(self._gradients(minibatch).values(), total, most)
 
 
-_Run = Callable[[Worker, Instruction], None]
+class Place:
+    """Slots, channel and form of one instruction's message, the same for each minibatch; of what is
+    computed, the slots of what came in and of what goes out, by edge."""
+
+    def __init__(self, worker: Worker, ins: Instruction) -> None:
+        kind, phase, wiring, slots = (
+            ins.action.kind,
+            ins.action.phase,
+            worker.compute.wiring,
+            worker.slots,
+        )
+        if kind is Kind.VALUE and wiring is not None:
+            kind = wiring.kind
+        tied = kind in (Kind.TIED, Kind.WEIGHT)
+        self.kind, self.sized = kind, kind in (Kind.VALUE, Kind.EVAL_VALUE, Kind.GRADIENT)
+        if phase is Phase.COMPUTE and wiring is not None:
+            edges, microbatch = wiring.ports, ins.microbatch
+            self.came = {edge: slots[Phase.WAIT_RECV, kind, edge, microbatch] for edge in edges}
+            self.left = {edge: slots[Phase.SEND, kind, edge, microbatch] for edge in edges}
+        if ins.peer < 0:
+            return
+        which = ins.peer if kind is Kind.TIED else ins.microbatch
+        self.coming = slots[Phase.WAIT_RECV, kind, ins.edge, which]  # a handle, and then the tensor
+        self.leaving = slots[Phase.SEND, kind, ins.edge, which]  # the tensor, once a receiver
+        self.sent = slots[Phase.WAIT_SEND, kind, ins.edge, ins.microbatch, ins.peer, ins.target]
+        self.fqn = worker.tied[ins.edge].fqn if tied else ""
+        self.near: Slot | None = None  # of the receiver, in this process
+        if (stages := worker.near.get(ins.peer)) is not None:
+            receiver = stages.get(ins.target) or next(iter(stages.values()))
+            which = worker.rank if kind is Kind.TIED else ins.microbatch
+            self.near = receiver.slots[Phase.WAIT_RECV, kind, ins.edge, which]
+        elif phase is Phase.POST_RECV:
+            target = worker.stage if len(worker.held) > 1 and ins.stage >= 0 else -1
+            self.receive = worker.far.incoming(Channel(kind, ins.edge, ins.peer, target)).receive
+            if tied:
+                one = worker.weights.parameter(0, self.fqn)
+                form = Expected(tuple(one.shape), one.dtype, 0)
+                self.expected: Callable[[int], Expected] = lambda _: form
+            elif self.sized and wiring is not None:
+                self.expected = cache(partial(expected, wiring.ports[ins.edge]))
+            else:
+                self.expected = lambda _: worker.box[ins.edge, ins.microbatch]
+        elif phase is Phase.SEND:
+            self.send = partial(worker.far.send, Channel(kind, ins.edge, ins.peer, ins.target))
+
+
+_Run = Callable[[Worker, Instruction, Place, int], None]
 _OF_PHASE: dict[Phase, _Run] = {
     Phase.POST_RECV: Worker._post,
     Phase.WAIT_RECV: Worker._wait,
@@ -360,9 +384,9 @@ _OF_ACTION: dict[Action, _Run] = {
     Action.POST_NORMS: Worker._post_norms,
     Action.WAIT_NORMS: Worker._wait_norms,
     **dict.fromkeys(OF_REPLICAS, Worker._of_replicas),
-    Action.LOSS: lambda one, ins: one.losses.sum(one.base + ins.minibatch),
-    Action.TELL_LOSS: lambda one, ins: one.losses.tell(one.base + ins.minibatch, ins.peer),
-    Action.HEAR_LOSS: lambda one, ins: one.losses.hear(one.base + ins.minibatch, ins.peer),
+    Action.LOSS: lambda one, _, __, minibatch: one.losses.sum(minibatch),
+    Action.TELL_LOSS: lambda one, ins, _, minibatch: one.losses.tell(minibatch, ins.peer),
+    Action.HEAR_LOSS: lambda one, ins, _, minibatch: one.losses.hear(minibatch, ins.peer),
 }
 
 

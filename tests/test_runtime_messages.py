@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcompile.batch import memory_order
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.eager.gradients import clip
 from pdcompile.errors import ContractError
 from pdcompile.runtime.transport.contract import (
@@ -19,8 +20,8 @@ from pdcompile.runtime.transport.contract import (
     Expected,
     Note,
     from_bytes,
+    laid,
     read_note,
-    to_bytes,
 )
 from pdcompile.runtime.transport.point_to_point import GroupTransport
 from pdcompile.runtime.transport.reductions import Board, LocalSums, Norms
@@ -49,14 +50,14 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 def test_bytes_carry_any_tensor(tensor: torch.Tensor) -> None:
     order = memory_order(tensor)
     expected = Expected(tuple(tensor.shape), tensor.dtype, 0)
-    slot = torch.zeros(to_bytes(tensor, order).numel() + 5, dtype=torch.uint8)
-    flat = to_bytes(tensor, order)
+    slot = torch.zeros(flat_bytes(laid(tensor, order)).numel() + 5, dtype=torch.uint8)
+    flat = flat_bytes(laid(tensor, order))
     slot[: flat.numel()].copy_(flat)
     arrived = from_bytes(slot, expected, order)
     assert arrived.dtype == tensor.dtype
     assert arrived.shape == tensor.shape
     natural = tuple(range(tensor.dim()))
-    assert torch.equal(to_bytes(arrived, natural), to_bytes(tensor, natural))
+    assert torch.equal(flat_bytes(laid(arrived, natural)), flat_bytes(laid(tensor, natural)))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 3, 4, 5), (4,), ()])
@@ -65,7 +66,7 @@ def test_the_layout_of_dense_values_survives_without_a_copy(shape: tuple[int, ..
     if value.dim() == 4:
         value = value.contiguous(memory_format=torch.channels_last)
     order = memory_order(value)
-    flat = to_bytes(value, order)
+    flat = flat_bytes(laid(value, order))
     assert flat.data_ptr() == value.data_ptr()
     arrived = from_bytes(flat, Expected(shape, value.dtype, 0), order)
     assert torch.equal(arrived, value)
@@ -78,7 +79,9 @@ def test_the_layout_of_dense_values_survives_without_a_copy(shape: tuple[int, ..
 def test_a_slice_of_a_transposed_tensor_keeps_the_order_of_its_dimensions() -> None:
     value = torch.randn(2, 12, 4, 24)[..., :8].transpose(1, 2)
     order = memory_order(value)
-    arrived = from_bytes(to_bytes(value, order), Expected((2, 4, 12, 8), value.dtype, 0), order)
+    arrived = from_bytes(
+        flat_bytes(laid(value, order)), Expected((2, 4, 12, 8), value.dtype, 0), order
+    )
     assert torch.equal(arrived, value)
     assert arrived.stride() == (384, 8, 32, 1)
     assert (arrived * 2).stride() == (value * 2).stride()

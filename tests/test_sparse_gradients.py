@@ -17,7 +17,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.errors import ConfigError, ContractError
 from pdcompile.ir.sparse_gradients import makes_sparse
 from pdcompile.passes.trace import trace
-from pdcompile.runtime.transport.contract import to_bytes
+from pdcompile.runtime.transport.contract import laid
 from tests.helpers.launch import processes
 from tests.helpers.pipelines import states_equal
 
@@ -183,7 +183,7 @@ def test_ops_that_make_sparse_gradients() -> None:
 
 def test_a_sparse_gradient_is_not_sent() -> None:
     with pytest.raises(ContractError, match="sparse gradient"):
-        to_bytes(torch.eye(2).to_sparse(), (0, 1))
+        laid(torch.eye(2).to_sparse(), (0, 1))
 
 
 @pytest.mark.parametrize("way", ["once", "twice"])

@@ -80,6 +80,7 @@ class Rest:
     """The second part of one microbatch's backward; `run` it once."""
 
     def __init__(self) -> None:
+        self.sent: set[int] = set()  # memory of what the first part gave to others
         self._runs: list[tuple[list[Root], list[Tensor]]] = []  # roots, and the leaves to reach
 
     def add(self, roots: list[Root], leaves: list[Tensor]) -> None:
@@ -155,16 +156,14 @@ class _Graph:
             edge = one if isinstance(one, GradientEdge) else get_gradient_edge(one)
             self.roots.append(edge.node)
         begun: dict[Node, list[Node]] = {}
-        ended: list[Node] = []
-        stack = [(node, False) for node in self.roots]
+        ended, stack = list[Node](), list[Any](self.roots)
         while stack:
-            node, over = stack.pop()
-            if over:
-                ended.append(node)
+            node = stack.pop()
+            if node is None:  # all behind the node before it has ended
+                ended.append(stack.pop())
             elif node not in begun:
                 begun[node] = following = [one for one, _ in node.next_functions if one is not None]
-                stack.append((node, True))
-                stack += [(one, False) for one in following if one not in begun]
+                stack += [node, None, *(one for one in following if one not in begun)]
                 # a node that accumulates into a leaf ends there
                 variable = None if following else getattr(node, "variable", None)
                 if isinstance(variable, Tensor):

@@ -60,7 +60,7 @@ def on_host(tensor: Tensor) -> bool:
 
 def to_host(tensor: Tensor) -> Tensor:
     """The tensor in the host's memory, itself where it is there; waits for the device."""
-    return tensor.cpu()
+    return tensor if tensor.is_cpu else tensor.cpu()
 
 
 def is_host(device: torch.device) -> bool:

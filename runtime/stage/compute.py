@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,12 +33,12 @@ from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.runtime.device import RankDevice
-from pdcompile.runtime.stage.compile_ahead import compile_ahead
 from pdcompile.runtime.stage.gradients import absent, is_absent
 from pdcompile.runtime.stage.host_memory import brought
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.contract import Expected, check_tensor
-from pdcompile.weights.source import Registered, replaced
+from pdcompile.runtime.transport.contract import Expected, check_result
+from pdcompile.warn import warn
+from pdcompile.weights.source import Registered, registered, replaced
 
 Leaves = dict[str, Any]  # of the caller's, by path
 
@@ -73,14 +74,9 @@ class Feed:
     keep_outputs: bool = False
     losses: list[Tensor] = field(default_factory=list)
     outputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A microbatch between its forward and its backward, or between the two parts of that."""
-
-    flight: Flight | Kept  # of a stage that recomputes, which has no graph until its backward
-    sent: set[int] = field(default_factory=set)  # by the first part: memory of gradients
+    #: microbatches between forward and backward (`Kept`: of a stage that recomputes, which has no
+    #: graph until its backward), or between the two parts of that
+    flights: dict[int, Flight | Kept] = field(default_factory=dict)
 
 
 class Compute:
@@ -100,7 +96,13 @@ class Compute:
         self._fetched = compiled.stream.spec.fetched  # weights rest on the host
         self._written = compiled.written_buffers(stage)
         self._written_inputs = frozenset(compiled.capture.train.written_inputs())
-        self.flights: dict[tuple[int, int], _Waiting] = {}  # what waits for its backward
+        self.wiring: Wiring | None = None  # of the last minibatch that began
+        self._results: dict[str, Callable[[int], Expected]] = {}  # of it, by the name of the value
+
+    def wire(self, wiring: Wiring) -> None:
+        """Minibatches of another wiring begin."""
+        self.wiring = wiring
+        self._results = {port.value: cache(partial(expected, port)) for port, _ in wiring.outputs}
 
     @contextmanager
     def _region(self) -> Iterator[None]:
@@ -110,11 +112,27 @@ class Compute:
             yield
 
     def compile_ahead(self, wiring: Wiring, size: int) -> None:
-        """Compile the stage before the first minibatch, unless modules in it run as they are."""
+        """Compile the stage before the first minibatch, unless modules in it run as they are, for
+        microbatches of `size` zeros; warns where these cannot be computed.
+
+        A rank compiles its stages while the others compile theirs; in the first step each would
+        wait for the input that stages before it make once they are compiled.  Neither a loss_fn nor
+        an opaque module is run, which may do more than compute.
+        """
         if self._whole or self._fetched:
             return
         module, device = self._weights.module(0, wiring.training), self._device.device
-        compile_ahead(self._stage, self._stage_run, module, wiring, size, device)
+        given = [_zeros(port, size, device) for port, _ in wiring.inputs]
+        try:
+            with _apart(module):
+                call = Microbatch(0, 0, dict[str, Any]().__getitem__, loss=None)
+                _, values = self._stage_run.forward(module, wiring, given, call)
+                roots = [one for one in values.values() if one.requires_grad]
+                torch.autograd.backward(roots, [torch.zeros_like(one) for one in roots])
+        except Exception as error:  # its first microbatch says it again
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            when = "at its first microbatch: on zeros it raises"
+            warn(f"stage {self._stage} is compiled {when} {said}")
 
     def forward(
         self, feed: Feed, microbatch: int, version: int, receive: Callable[[int], Tensor]
@@ -136,7 +154,7 @@ class Compute:
         if flight.loss is not None:
             feed.losses.append(flight.loss.detach())
         if wiring.training:
-            self.flights[feed.minibatch, microbatch] = _Waiting(kept or flight)
+            feed.flights[microbatch] = kept or flight
         return values
 
     def _brought(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -156,14 +174,14 @@ class Compute:
     ) -> tuple[Flight, dict[str, Tensor]]:
         """The stage's part of autograd's graph, and its results, for what was given to it."""
         wiring, size, stage = feed.wiring, feed.sizes[microbatch], self._stage
+        results = self._results
         where = "loss_fn" if wiring.signature.loss_inputs else "the model's output"
 
         def loss(found: Tensor) -> Tensor:
             return scaled_loss(check_loss(found, where), feed.weights[microbatch])
 
         def check(port: Port, value: Any) -> None:
-            what = f"result {port.name!r} of stage {stage}"
-            check_tensor(value, expected(port, size, feed.minibatch), what)
+            check_result(value, results[port.value](size), port.name, stage)
 
         call = Microbatch(
             feed.minibatch, microbatch, lambda path: self._placed(leaves[path]),
@@ -199,7 +217,7 @@ class Compute:
             passed_on = [self._weights.parameter(version, fqn) for fqn in self._weights.copies]
         module = self._weights.module(version, feed.wiring.training)
         with self._brought(module):
-            flight = self.flights.pop((feed.minibatch, microbatch)).flight
+            flight = feed.flights.pop(microbatch)
             if isinstance(flight, Kept):  # for the graph that the first run did not keep
                 with replaced(flight.buffers):
                     flight = self._run(feed, microbatch, module, flight.given, flight.leaves)[0]
@@ -218,20 +236,39 @@ class Compute:
         kept = map(memory_of, flight.rest.gradients)
         self._weights.separate_gradients(version, memories.union(kept))
         if split:
-            rest = Flight(rest=flight.rest)
-            self.flights[feed.minibatch, microbatch] = _Waiting(rest, sent=memories)
+            flight.rest.sent = memories
+            feed.flights[microbatch] = Flight(rest=flight.rest)
         return sent
 
     def backward_weight(self, feed: Feed, microbatch: int, version: int) -> None:
         """Accumulate the gradients that a split `backward` left."""
-        waiting = self.flights.pop((feed.minibatch, microbatch))
-        assert isinstance(waiting.flight, Flight)
+        flight = feed.flights.pop(microbatch)
+        assert isinstance(flight, Flight)
         self._weights.begin_backward(feed.minibatch, version)
-        self._stage_run.backward_weight(waiting.flight)
-        self._weights.separate_gradients(version, waiting.sent)
+        self._stage_run.backward_weight(flight)
+        self._weights.separate_gradients(version, flight.rest.sent)
 
 
-def expected(port: Port, size: int, minibatch: int) -> Expected:
+def expected(port: Port, size: int, minibatch: int = 0) -> Expected:
     """Tensor that a port carries for a microbatch of `size` samples."""
     shape = tuple([size_at(one, size) for one in port.shape])
     return Expected(shape, getattr(torch, port.dtype), minibatch)
+
+
+def _zeros(port: Port, size: int, device: torch.device) -> Tensor:
+    """A value like those of a port, laid out as they are."""
+    shape, dtype, _ = expected(port, size)
+    order = port.stride_order or range(len(shape))
+    return torch.empty_permuted(shape, [*order], dtype=dtype, device=device).zero_()
+
+
+def _apart(module: nn.Module) -> AbstractContextManager[None]:
+    """Context in which a stage has Parameters of its own, on the same memory, and copies of its
+    buffers: no gradient, no write and no hook of the user's comes of it."""
+    held, own = [*registered(module)], dict[int, Tensor]()  # by id: one may have several names
+    for one in held:
+        if id(one.tensor) not in own:
+            data, trained = one.tensor.detach(), one.tensor.requires_grad
+            made = data.clone() if one.is_buffer else nn.Parameter(data, trained)
+            own[id(one.tensor)] = made.requires_grad_(trained)
+    return replaced((one, own[id(one.tensor)]) for one in held)

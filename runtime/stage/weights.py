@@ -122,8 +122,8 @@ class StageWeights(StageGradients):
 
     def memories(self, *, parameters: bool) -> set[int]:
         """Addresses of the memory of the weights of every version, or of the buffers."""
-        held = [table for table in self._tables[parameters] if table]  # most hold nothing
-        return {memory_of(one) for table in held for one in table.values() if one is not None}
+        every = [one for table in self._tables[parameters] if table for one in table.values()]
+        return {memory_of(one) for one in every if one is not None}
 
     # -- versions ----------------------------------------------------------------------------
 

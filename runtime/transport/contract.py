@@ -57,8 +57,8 @@ class Expected(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The values as flat bytes in that order of dimensions, without a copy where they lie so.
+def laid(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The values side by side in that order of dimensions, the tensor itself where they lie so.
 
     A tensor with gaps (a slice) arrives without them, its dimensions in the order that they had:
     what kernels compute from it is laid out as in one process.  At least one byte: an empty
@@ -76,20 +76,20 @@ def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
         return torch.zeros(1, dtype=torch.uint8, device=tensor.device)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return flat_bytes(tensor if _natural(order) else tensor.permute(order))
+    return (tensor if natural(order) else tensor.permute(order)).contiguous()
 
 
 def from_bytes(flat: Tensor, expected: Expected, order: tuple[int, ...]) -> Tensor:
-    """A tensor on the memory of `flat` (the inverse of `to_bytes`)."""
+    """A tensor on the memory of `flat` (the inverse of `laid`)."""
     num_bytes = expected.num_bytes
     memory = (flat if flat.numel() == num_bytes else flat[:num_bytes]).view(expected.dtype)
-    if _natural(order):
+    if natural(order):
         return memory.view(expected.shape)
     shape = [expected.shape[dim] for dim in order]
     return memory.view(shape).permute(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _natural(order: tuple[int, ...]) -> bool:
+def natural(order: tuple[int, ...]) -> bool:
     """True if no dimension changes its place: most messages, for which each call counts."""
     return order == tuple(range(len(order)))
 
@@ -171,18 +171,19 @@ def read_note(
 
 
 def checksum(flat: Tensor) -> int:
-    """Checksum of bytes in host memory, never 0."""
-    return 1 + zlib.crc32(flat.numpy().tobytes())
+    """Checksum of what is in host memory, never 0."""
+    return 1 + zlib.crc32(flat_bytes(flat).numpy().tobytes())
 
 
-def check_tensor(tensor: object, expected: Expected, what: str) -> None:
+def check_result(tensor: object, expected: Expected, name: str, stage: int) -> None:
     """Raise ContractError unless a stage made what the plan says (an edited stage may not)."""
     if not isinstance(tensor, Tensor):
-        raise ContractError(f"{what} is a {type(tensor).__name__}, not a tensor")
+        found = type(tensor).__name__
+        raise ContractError(f"result {name!r} of stage {stage} is a {found}, not a tensor")
     if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         raise ContractError(
-            f"{what} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, planned was "
-            f"{dtype_name(expected.dtype)} {expected.shape}",
+            f"result {name!r} of stage {stage} is {dtype_name(tensor.dtype)} "
+            f"{tuple(tensor.shape)}, planned was {dtype_name(expected.dtype)} {expected.shape}",
             remedy="if the stage's source was edited, keep the shapes and dtypes of its results",
         )
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from pdcompile.releases.torch_internals import profiler_records, record_functions
 from pdcompile.runtime.device import DeviceFailed, Fetched, Handle
 from pdcompile.runtime.transport import device_groups
-from pdcompile.runtime.transport.contract import Channel
 from pdcompile.schedule.instruction import TRANSFERS
 from pdcompile.schedule.spec import PipelineSpec, hops
 
@@ -130,22 +129,17 @@ class Link:
         messages go from and into memory of the device."""
         self._groups, self._process, self.direct = groups, process, direct
 
-    def start(self, flat: Fetched, channel: Channel, processes: Sequence[int]) -> Handle:
-        """Begin a message to each of some processes; what is on its way to the memory is sent when
-        it has come."""
+    def start(self, flat: Fetched, tag: int, processes: Sequence[int]) -> Handle:
+        """Begin a message of a channel to each of some processes; what is on its way to the memory
+        is sent when it has come."""
         if len(processes) == 1:
-            return self._start(flat, channel, processes[0], sending=True)
-        return _Sent([self._start(flat, channel, one, sending=True) for one in processes])
+            return self.begin(flat, tag, processes[0], sending=True)
+        return _Sent([self.begin(flat, tag, one, sending=True) for one in processes])
 
-    def expect(self, flat: Tensor, channel: Channel, process: int) -> Working:
-        """Begin to receive a message from a process, into this memory."""
-        return self._start(Fetched(flat), channel, process, sending=False)
-
-    def _start(self, flat: Fetched, channel: Channel, peer: int, *, sending: bool) -> Working:
-        group = self._groups[peer]
-        if self._process is None:
-            other, tag = peer, channel.tag
-        else:
+    def begin(self, flat: Fetched, tag: int, peer: int, *, sending: bool) -> Working:
+        """Begin a message to a process, or to receive one from it into this memory."""
+        group, other = self._groups[peer], peer
+        if self._process is not None:
             other, tag = int(peer > self._process), 0
         post = group.send if sending else group.recv
         begin = partial(flat.then, partial(unrecorded, post, flat.tensor, other, tag))

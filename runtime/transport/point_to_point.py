@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pdcompile.batch import memory_order
+from pdcompile.eager.digest import flat_bytes
 from pdcompile.runtime.device import Fetched, Handle, RankDevice
 from pdcompile.runtime.stage.gradients import absent, is_absent
 from pdcompile.runtime.transport.contract import (
@@ -28,8 +29,9 @@ from pdcompile.runtime.transport.contract import (
     Note,
     checksum,
     from_bytes,
+    laid,
+    natural,
     read_note,
-    to_bytes,
 )
 from pdcompile.runtime.transport.links import Link, Places, Working
 from pdcompile.schedule import Kind
@@ -77,9 +79,9 @@ class GroupTransport:
             return SENT
         if opens and channel.kind is not Kind.CALL:
             self._tell(state.note(tensor, minibatch))
-        link, data = state.link, to_bytes(tensor, state.order)
+        link, data = state.link, laid(tensor, state.order)
         if link.direct:
-            flat = Fetched(self.device.place(data))
+            flat = Fetched(self.device.place(flat_bytes(data)))
         else:
             flat = Fetched(data) if channel.kind is Kind.CALL else self.device.fetch(data)
         if state.noted:
@@ -89,7 +91,7 @@ class GroupTransport:
             self._tell(note._replace(serial=serial, comes=comes, checksum=read))
             if not comes:
                 return SENT
-        sent = link.start(flat, channel, state.targets)
+        sent = link.start(flat, state.tag, state.targets)
         if not deferred:
             return sent
         self._deferred.append((self._call, sent))
@@ -98,15 +100,19 @@ class GroupTransport:
     def _tell(self, note: Note) -> None:
         flat = Fetched(note.packed().view(torch.uint8))
         targets = self.places.targets(self.rank, note.channel.peer)
-        sent = self.control.start(flat, note.channel, targets)
+        sent = self.control.start(flat, note.channel.tag, targets)
         self._deferred.append((self._call, sent))
 
     def receive(self, channel: Channel, expected: Expected) -> Handle:
         """Post a receive."""
-        state = self._incoming.get(channel)
-        if state is None:
-            state = self._incoming[channel] = _Incoming(self, channel)
-        return _Received(state, expected)
+        return self.incoming(channel).receive(expected, expected.minibatch)
+
+    def incoming(self, channel: Channel) -> _Incoming:
+        """The receiving end of a channel."""
+        found = self._incoming.get(channel)
+        if found is None:
+            found = self._incoming[channel] = _Incoming(self, channel)
+        return found
 
     def settle(self, call: int | None = None) -> None:
         """A new call begins (or, None, all have ended): wait for old deferred sends."""
@@ -141,7 +147,7 @@ class _Outgoing:
     """The sending end of a channel: what all of its messages have in common."""
 
     def __init__(self, transport: GroupTransport, channel: Channel, first: Tensor) -> None:
-        self.link, self.order = transport.link(channel), memory_order(first)
+        self.link, self.tag, self.order = transport.link(channel), channel.tag, memory_order(first)
         self.targets = transport.places.targets(transport.rank, channel.peer)
         self.noted = transport.notes_each(channel)
         self.numbers = count()  # of messages noted each
@@ -160,7 +166,8 @@ class _Incoming:
         self.order: tuple[int, ...] | None = (0,) if channel.kind is Kind.CALL else None
         self.waiting: list[_Received] = []  # posted when the first note has been read
         self.device = RankDevice() if channel.kind in ON_HOST else transport.device
-        self.direct = transport.link(channel).direct
+        self._link, self._tag = transport.link(channel), channel.tag
+        self.direct = self._link.direct
         self.lands = self.device.queued and not self.direct  # in host memory, then on the device
         self.may_lack = channel.kind in MAY_LACK
         self.noted = transport.notes_each(channel)
@@ -170,13 +177,22 @@ class _Incoming:
         if self.order is None:
             self._first = self.note()
 
+    def receive(self, expected: Expected, minibatch: int) -> Handle:
+        """Post a receive: of what comes as it is handed on, into a tensor of its shape."""
+        order = self.order
+        if order is None or not natural(order) or self.noted or self.direct or self.lands:
+            return _Received(self, expected._replace(minibatch=minibatch))
+        made = torch.empty(expected.shape, dtype=expected.dtype)
+        return self.start(made) if made.numel() else _Received(self, expected)
+
     def start(self, flat: Tensor) -> Working:
-        return self._transport.link(self.channel).expect(flat, self.channel, self._source)
+        return self._link.begin(Fetched(flat), self._tag, self._source, sending=False)
 
     def note(self) -> Working:
         """Post the receive of a note."""
         header = torch.zeros(HEADER_LENGTH, dtype=torch.int64).view(torch.uint8)
-        return self._transport.control.expect(header, self.channel, self._source)
+        control = self._transport.control
+        return control.begin(Fetched(header), self._tag, self._source, sending=False)
 
     def read(self, note: Working, expected: Expected, serial: int = 0) -> Note:
         """Wait for a note.  Raises ContractError where it is not what was planned."""

@@ -8,6 +8,8 @@ one step of everything against a step stage by stage, on small copies of the par
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -19,12 +21,13 @@ from pdcompile.eager import digest
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.eager.optimizers import all_step_hooks, make_optimizer, members
 from pdcompile.eager.randomness import preserved_rng
-from pdcompile.errors import ConfigError, PdcompileError
+from pdcompile.errors import ConfigError, ContractError, PdcompileError
 from pdcompile.parts.shard import Shard
 from pdcompile.problem.deployment import balanced_homes
 from pdcompile.releases.torch_internals import global_step_hooks
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.homes import Homes
+from pdcompile.runtime.transport.parts_group import PartsGroup
 from pdcompile.warn import warn
 from pdcompile.weights.source import like
 
@@ -309,3 +312,33 @@ def in_flight_error(name: str | None, what: str, thing: str) -> ConfigError:
         where=name,
         remedy="call pipe.flush() before such a change; pipe.load_state_dict does so by itself",
     )
+
+
+def refuse_unlike(
+    beside: PartsGroup | None, tensors: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None,
+) -> None:  # fmt: skip
+    """Raise ContractError where this part of a stage holds something else than the first one: what
+    a user changes on one of them alone would make each train a model of its own.
+
+    All parts call it (None: a stage is whole).  Compared are whole tensors (of those in host memory
+    the ends, which is quick) and the optimizer's settings.
+    """
+    if beside is None:
+        return
+    sliced = beside.division.shards
+    held = {fqn: digest.digest_of_ends(one) for fqn, one in tensors.items() if fqn not in sliced}
+    groups = [] if optimizer is None else optimizer.param_groups
+    settings = [{k: v for k, v in one.items() if isinstance(v, _PLAIN)} for one in groups]
+    text = json.dumps(settings, sort_keys=True, default=str)
+    held["the optimizer's param_groups"] = zlib.crc32(text.encode())
+    first = beside.tell([*held.values()])[0]
+    for name, mine, theirs in zip(held, held.values(), first, strict=True):
+        if mine != theirs and mine and theirs:
+            raise ContractError(
+                "this part of a stage holds other values of this than the first part",
+                where=name,
+                remedy="what you change between calls, change alike on every rank of the stage: "
+                "weights and buffers that parts have whole, gradients, hooks, the optimizer's "
+                "settings and its state",
+            )
