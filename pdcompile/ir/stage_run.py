@@ -109,7 +109,7 @@ class StageRun:
         whole = resharding(self._streams.apart) if again else nullcontext()
         with torch.set_grad_enabled(wiring.training), self._region(), whole:
             results = module(*arguments)
-            values = named_results(self._stage, [port for port, _ in wiring.outputs], results)
+            values = named_results(self._stage, wiring.signature.outputs, results)
             if call.loss is not None and wiring.signature.loss is not None:
                 flight.loss = call.loss(_loss(module, wiring, values, call.leaf))
         end_draw()
