@@ -16,10 +16,10 @@ from itertools import product
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
+from pdcompile.batch.microbatches import take_cyclically
 from pdcompile.errors import ConfigError, TraceError
 from pdcompile.ir.graph import OpGraph, size_at
 from pdcompile.passes.costs.costed_op import CostedOp, costed_ops
@@ -74,10 +74,7 @@ def with_length(flat: FlatCall, dims: Dims, length: int) -> FlatCall:
     leaves = dict(flat.leaves)
     for path, which in dims.items():
         for dim in which:
-            leaf = leaves[path]
-            places = torch.arange(length, device=leaf.device) % leaf.shape[dim]
-            taken = leaf.detach().index_select(dim, places)
-            leaves[path] = taken.requires_grad_(leaf.requires_grad)
+            leaves[path] = take_cyclically(leaves[path], dim, length)
     return FlatCall(leaves, flat.spec)
 
 

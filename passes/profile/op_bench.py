@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,20 +31,6 @@ from pdcompile.passes.form.index_ranges import index_range
 from pdcompile.passes.profile.entries import Entry
 
 START_SECONDS = 0.05  # on a GPU, to find out what it takes to start autograd
-
-
-@dataclass(frozen=True)
-class _Alone(Lookup):
-    """Lookup in which one op finds its tensors, and its own module."""
-
-    only: nn.Module | None = None
-
-    def tensor(self, fqn: str) -> Tensor:
-        return (self.constants or {})[fqn]
-
-    def module(self, path: str) -> nn.Module:
-        assert self.only is not None
-        return self.only
 
 
 @dataclass
@@ -89,7 +76,8 @@ def _bench(call: CostedOp, model: nn.Module | None, b: int, device: torch.device
     module = None
     if op.kind in ("module", "opaque"):
         module = _copy_of(op.module_path, model, index, device)
-    lookup = _Alone(nn.Module(), b, device, attributes, module)
+    only: Any = SimpleNamespace(get_submodule=lambda _: module)
+    lookup = Lookup(only, b, device, attributes)
 
     def prepare() -> Callable[[], Any]:
         # A leaf that requires grad cannot be written: in-place ops get a copy of it each time.

@@ -24,7 +24,7 @@ def resize(flat: FlatCall, layout: BatchLayout, size: int) -> FlatCall:
     leaves = {
         path: (dense(leaf) if isinstance(leaf, Tensor) else leaf)
         if layout.dims[path] is None
-        else _take_cyclically(leaf, layout.dims[path] or 0, size)
+        else take_cyclically(leaf, layout.dims[path] or 0, size)
         for path, leaf in flat.leaves.items()
     }
     return FlatCall(leaves, flat.spec)
@@ -192,7 +192,8 @@ def _sample_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> in
     return None
 
 
-def _take_cyclically(leaf: Tensor, dim: int, size: int) -> Tensor:
+def take_cyclically(leaf: Tensor, dim: int, size: int) -> Tensor:
+    """A tensor with so many entries along a dim: its own, repeated in turn, or cut."""
     rows = torch.arange(size, device=leaf.device) % leaf.shape[dim]
     taken = dense(leaf.detach().index_select(dim, rows), memory_order(leaf))
     return taken.requires_grad_(leaf.requires_grad)

@@ -13,7 +13,7 @@ not split at all: whatever they hang onto the graph runs once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -26,29 +26,18 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 class Entrance:
     """A received value under autograd.
 
-    The stage computes with `value`, a view of a leaf: backward has to stop before a leaf.  After
-    backward `gradient` is the summed gradient in the layout of autograd's kernels, None if there
-    was none.
+    The stage computes with `value`, a view of a `leaf`: backward has to stop before a leaf, where
+    nothing is accumulated.  After backward `gradient` is the summed gradient in the layout of
+    autograd's kernels, None if there was none.
     """
 
-    __slots__ = ("_found", "value")
+    __slots__ = ("_found", "leaf", "value")
 
     def __init__(self, received: Tensor) -> None:
-        leaf = received.detach().requires_grad_()
-        self.value = leaf.view_as(leaf)
-        self._found: list[Tensor] = []
-        node = self.value.grad_fn
-        assert node is not None
-        node.register_prehook(_taker(self._found))
-
-    @property
-    def leaf(self) -> Tensor:
-        """End of backward towards the value; nothing is accumulated there."""
-        node = self.value.grad_fn
-        assert node is not None
-        (accumulator, _), *_ = node.next_functions
-        leaf: Tensor = accumulator.variable  # type: ignore[union-attr]
-        return leaf
+        self.leaf = received.detach().requires_grad_()
+        self.value = self.leaf.view_as(self.leaf)
+        self._found: list[Tensor | None] = []
+        get_gradient_edge(self.value).node.register_prehook(_keeper(self._found, (None,)))
 
     @property
     def gradient(self) -> Tensor | None:
@@ -59,18 +48,18 @@ class Entrance:
         return self._found.pop() if self._found else None
 
 
-def _taker(found: list[Tensor]) -> Callable[[tuple[Tensor, ...]], tuple[None]]:
-    """A hook that appends the gradient to a list and passes none to the leaf.
+def _keeper(found: list[Tensor | None], passed_on: tuple[None, ...] | None = None) -> Any:
+    """A hook that keeps the gradients that a node gets, and passes on these, or others instead.
 
     It refers to the list alone: a reference to the tensor would keep it alive for ever, because
     Python's collector does not see autograd's nodes.
     """
 
-    def take(gradients: tuple[Tensor, ...]) -> tuple[None]:
-        found.extend(one for one in gradients if one is not None)
-        return (None,)
+    def keep(gradients: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
+        found[:] = gradients
+        return passed_on
 
-    return take
+    return keep
 
 
 Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]  # with its gradient
@@ -131,15 +120,6 @@ def first_part(roots: Sequence[Root], wanted: Iterable[Tensor]) -> Rest:
         ]
         rest.add([*found], leaves)
     return rest
-
-
-def _keeper(found: list[Tensor | None]) -> Any:
-    """A hook that keeps the gradients that a node gets; it refers to the list alone."""
-
-    def keep(gradients: tuple[Tensor | None, ...]) -> None:
-        found[:] = gradients
-
-    return keep
 
 
 @dataclass
