@@ -40,23 +40,19 @@ def estimate(
     from pdcompile.passes.costs.rehearsal.kept_storages import new_bytes
 
     kept = new_bytes(graph, microbatch_size, kernels)
-    return tuple(
-        _cost(call, kept[call.op.name], microbatch_size, machine)
-        for call in costed_ops(graph, microbatch_size)
-    )
-
-
-def _cost(call: CostedOp, saved_bytes: int, microbatch_size: int, machine: Machine) -> OpCost:
-    flops = int(forward_flops(call))
-    forward, backward = seconds(call, machine)
-    return OpCost(
-        forward_seconds=forward,
-        backward_seconds=backward,
-        flops=flops,
-        parameter_bytes=sum(operand.bytes for operand in call.inputs if operand.of_model),
-        saved_bytes=saved_bytes,
-        output_bytes=call.output_bytes,
-        workspace_bytes=call.workspace_bytes,
-        microbatch_size=microbatch_size,
-        origin="estimated",
-    )
+    found = []
+    for call in costed_ops(graph, microbatch_size):
+        forward, backward = seconds(call, machine)
+        cost = OpCost(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            flops=int(forward_flops(call)),
+            parameter_bytes=sum(operand.bytes for operand in call.inputs if operand.of_model),
+            saved_bytes=kept[call.op.name],
+            output_bytes=call.output_bytes,
+            workspace_bytes=call.workspace_bytes,
+            microbatch_size=microbatch_size,
+            origin="estimated",
+        )
+        found.append(cost)
+    return tuple(found)

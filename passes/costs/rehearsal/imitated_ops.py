@@ -69,7 +69,7 @@ class _Imitation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, footprint: Footprint, shown: Sequence[Operand], *tensors: Tensor) -> Any:
-        results = tuple(_empty(one) for one in shown)
+        results = tuple(empty(one) for one in shown)
         ctx.mark_non_differentiable(
             *(r for r, one in zip(results, shown, strict=True) if not one.requires_grad)
         )
@@ -88,7 +88,8 @@ class _Imitation(torch.autograd.Function):
         return (None, None, *found)
 
 
-def _empty(operand: Operand) -> Tensor:
+def empty(operand: Operand) -> Tensor:
+    """A tensor like the operand, in its layout."""
     make = partial(torch.empty, dtype=getattr(torch, operand.dtype))
     return laid_out(operand.shape, operand.stride_order, make)
 

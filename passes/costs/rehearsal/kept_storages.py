@@ -13,7 +13,7 @@ import torch
 from pdcompile.ir.graph import OpGraph, fingerprint
 from pdcompile.passes.costs.costed_op import GraphIndex
 from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
-from pdcompile.passes.costs.rehearsal.rehearse import from_outside, outside, staged, storages_in
+from pdcompile.passes.costs.rehearsal.rehearse import from_outside, staged, storages_in
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step
 from pdcompile.releases.torch_internals import quiet_shape_errors
@@ -75,7 +75,8 @@ def _kept(graph: OpGraph, index: GraphIndex, kernels: Kernels) -> KeptStorages:
     with staged(index, [Step(op) for op in graph.ops], kernels) as stage:
         written = {graph.values[name].storage for op in graph.ops for name in op.mutates}
         env: dict[str, Any] = {}
-        for name in outside(graph.ops):
+        made = {op.name for op in graph.ops}
+        for name in dict.fromkeys(n for op in graph.ops for n in op.inputs if n not in made):
             given = from_outside(index, name)
             env[name] = given.clone() if graph.values[name].storage in written else given
         storages = storages_in([*env.values(), *stage.fakes.tensors.values()])

@@ -9,8 +9,8 @@ imitated by functions of a measured or estimated size.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,9 +29,10 @@ from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.parts.conversions import Alone, using
 from pdcompile.passes.costs import cpu_kernels, tried_kernels
-from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand, laid_out
+from pdcompile.passes.costs.costed_op import CostedOp, GraphIndex, Operand
 from pdcompile.passes.costs.rehearsal.imitated_ops import (
     Footprint,
+    empty,
     fused_attention,
     guessed,
     imitate,
@@ -134,7 +135,9 @@ def staged(index: GraphIndex, steps: Sequence[Step], kernels: Kernels = HOST) ->
         elif kernels != HOST and (attention := fused_attention(call)) is not None:
             footprints[op.name] = attention
     beside = using(Alone(index.graph.parts))
-    with FakeTensorMode(), torch.enable_grad(), cast_as_recorded(ops), beside:
+    # Fake tensors are the CPU's: autograd's engine takes none of a GPU where there is none.
+    region = next((one.autocast for one in ops if on_gpu(one.autocast)), None)
+    with FakeTensorMode(), torch.enable_grad(), regions_of(region, CPU), beside:
         for op in ops:
             for fqn in op.used_tensors:
                 fakes.tensor(fqn)
@@ -144,12 +147,6 @@ def staged(index: GraphIndex, steps: Sequence[Step], kernels: Kernels = HOST) ->
             inside = cpu_kernels.inside
         meter = _Meter([*fakes.tensors.values()], inside)
         yield Stage(index, steps, fakes, meter, footprints)
-
-
-def cast_as_recorded(ops: Iterable[Op]) -> AbstractContextManager[None]:
-    """Context of runs of ops on fake tensors, which are the CPU's: autograd's engine takes no
-    tensors of a GPU where there is none."""
-    return regions_of(next((one.autocast for one in ops if on_gpu(one.autocast)), None), CPU)
 
 
 class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
@@ -355,15 +352,7 @@ def storages_in(value: Any) -> list[torch.UntypedStorage]:
     return [t.untyped_storage() for t in tensors_among(value) if t.layout == torch.strided]
 
 
-def outside(ops: Sequence[Op]) -> list[str]:
-    """Values that the ops read and do not make."""
-    made = {op.name for op in ops}
-    return list(dict.fromkeys(n for op in ops for n in op.inputs if n not in made))
-
-
 def from_outside(index: GraphIndex, name: str) -> Tensor:
     """A fake of a value that comes from outside, in its layout."""
     value = index.graph.values[name]
-    make = partial(torch.empty, dtype=getattr(torch, value.dtype))
-    made = laid_out([size_at(size, index.b) for size in value.shape], value.stride_order, make)
-    return made.requires_grad_(value.requires_grad and value.producer is None)
+    return empty(index.value(value)).requires_grad_(value.requires_grad and value.producer is None)
