@@ -16,7 +16,7 @@ from pdcompile.batch.call import TARGET
 from pdcompile.eager.module_copies import twins
 from pdcompile.errors import InputError, TraceError
 from pdcompile.ir.execution import CPU, Lookup, execute, materialise
-from pdcompile.ir.records import LeftOut, Ref, SizeRange, leaves, walk
+from pdcompile.ir.records import LeftOut, Ref, leaves, walk
 from pdcompile.ir.value_checks import check_leaf, failed_check
 from pdcompile.warn import warn
 
@@ -131,15 +131,15 @@ def _checked(graph: OpGraph, flat: FlatCall) -> tuple[dict[str, Tensor], int]:
     """The tensors by value name, and the number of samples.
 
     Raises:
-        InputError: the graph is not the model for this call.
+        InputError: the graph is not the model for this call; warns of a size that was not tried.
     """
     defaults = {name: p.default for name, p in flat.spec.signature.parameters.items()}
     for path, text in graph.constants:
         if repr(flat.leaves.get(path, defaults.get(path))) != text:
             raise InputError(f"the model was captured with {text} here", where=path, remedy=_OTHER)
-    known = {path for path, _ in graph.constants} | {entry.path for entry in graph.inputs}
+    taken = {path for path, _ in graph.constants} | {entry.path for entry in graph.inputs}
     for path, leaf in flat.leaves.items():
-        if path not in known and leaf is not defaults.get(path, leaf) and leaf is not None:
+        if path not in taken and leaf is not defaults.get(path, leaf) and leaf is not None:
             raise InputError("the model was captured without this input", where=path, remedy=_OTHER)
     tensors = {}
     size = None
@@ -161,16 +161,11 @@ def _checked(graph: OpGraph, flat: FlatCall) -> tuple[dict[str, Tensor], int]:
                     remedy="pass inputs of as many samples each",
                 )
         tensors[entry.name] = leaf
-    if size is not None and not graph.sizes.holds(size):
-        _other_size(graph.sizes, size)
+    if size is not None and not (known := graph.sizes).holds(size):
+        reason = known.below if size < known.smallest else known.above
+        count = f"{known.smallest}" if known.is_one else f"{known.smallest} to {known.largest}"
+        told = f"the graph was captured for {count} samples, got {size}"
+        if reason:
+            raise InputError(f"{told}: {reason}", where="the batch size", remedy=_OTHER)
+        warn(f"{told}, which was not tried: capture it with an example of {size} to be sure")
     return tensors, graph.batch_size if size is None else size
-
-
-def _other_size(known: SizeRange, size: int) -> None:
-    """Refuses a number of samples with which the model computes differently; warns of others."""
-    reason = known.below if size < known.smallest else known.above
-    count = f"{known.smallest}" if known.is_one else f"{known.smallest} to {known.largest}"
-    told = f"the graph was captured for {count} samples, got {size}"
-    if reason:
-        raise InputError(f"{told}: {reason}", where="the batch size", remedy=_OTHER)
-    warn(f"{told}, which was not tried: capture it with an example of {size} to be sure")

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,8 +97,7 @@ def _modes(op: Op) -> Iterator[None]:
         yield
 
 
-def _region(op: Op) -> tuple[Any, ...]:
-    return op.grad_enabled, op.enables_grad, op.autocast
+_region = attrgetter("grad_enabled", "enables_grad", "autocast")
 
 
 def _callable(op: Op, lookup: Lookup) -> Callable[..., Any]:

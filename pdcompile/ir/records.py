@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 DTYPE_BYTES = {
@@ -246,10 +247,7 @@ class Value:
         """Size in bytes for microbatch size b (0 for a container: its items are counted)."""
         if not self.is_tensor:
             return 0
-        count = DTYPE_BYTES[self.dtype]
-        for size in self.shape:
-            count *= size_at(size, b)
-        return count
+        return DTYPE_BYTES[self.dtype] * prod(size_at(size, b) for size in self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +282,7 @@ class TensorInfo:
 
     @property
     def bytes(self) -> int:
-        count = DTYPE_BYTES[self.dtype]
-        for size in self.shape:
-            count *= size
-        return count
+        return DTYPE_BYTES[self.dtype] * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,34 +345,31 @@ def walk(argument: Any, kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
     return found
 
 
-def rewritten(argument: Any, change: Callable[[Any], Any]) -> Any:
-    """The argument with `change` applied to every part that holds no other parts."""
+def rewritten(
+    argument: Any, change: Callable[[Any], Any], forms: Sequence[Any] = (ListOf, DictOf, Slice)
+) -> Any:
+    """The argument with `change` applied to every part that holds no other parts.
+
+    `forms`: what its lists, dicts and slices become.
+    """
     if type(argument) in _PLAIN:
         return change(argument)
+    as_list, as_dict, as_slice = forms
     match argument:
         case tuple():
-            return tuple(rewritten(part, change) for part in argument)
+            return tuple(rewritten(part, change, forms) for part in argument)
         case ListOf(items):
-            return ListOf(rewritten(items, change))
+            return as_list(rewritten(items, change, forms))
         case DictOf(items):
-            return DictOf(tuple((key, rewritten(part, change)) for key, part in items))
+            return as_dict(tuple((key, rewritten(part, change, forms)) for key, part in items))
         case Slice(start, stop, step):
-            return Slice(*(rewritten(part, change) for part in (start, stop, step)))
+            return as_slice(*(rewritten(part, change, forms) for part in (start, stop, step)))
     return change(argument)
 
 
 def python_value(argument: Argument, leaf: Callable[[Argument], Any]) -> Any:
     """The argument in Python's own containers, with every other part as `leaf` gives it."""
-    match argument:
-        case ListOf(items):
-            return [python_value(item, leaf) for item in items]
-        case DictOf(items):
-            return {key: python_value(item, leaf) for key, item in items}
-        case Slice(start, stop, step):
-            return slice(*(python_value(part, leaf) for part in (start, stop, step)))
-        case tuple():
-            return tuple(python_value(item, leaf) for item in argument)
-    return leaf(argument)
+    return rewritten(argument, leaf, (list, dict, slice))
 
 
 def leaves(output: Argument) -> tuple[Argument, ...]:

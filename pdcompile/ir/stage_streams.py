@@ -35,7 +35,7 @@ class Streams:
         self._calls: dict[str, count[int]] = {}
         self._scopes: dict[nn.Module, DrawScope] = {}
         # One function each: compiled code is shared by modules with the same.
-        self._announced, self._after = self.apart(self._draw_of), self.apart(_after)
+        self._announced, self._after = self.apart(self._draw), self.apart(_after)
         self._hooks: dict[Any, Callable[..., Any]] = {}
 
     def begin(self, minibatch: int, microbatch: int) -> None:
@@ -87,10 +87,8 @@ class Streams:
 
         return before
 
-    def _draw_of(self, where: nn.Module | str, index: int) -> None:
-        self._draw(where if isinstance(where, str) else self._names[where], index)
-
-    def _draw(self, path: str, index: int) -> None:
+    def _draw(self, where: nn.Module | str, index: int) -> None:
+        path = where if isinstance(where, str) else self._names[where]
         begin_draw(seed_of(self._seed, *self._where, path, index))
 
 

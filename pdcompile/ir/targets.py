@@ -211,18 +211,21 @@ def _function_class(parts: list[str]) -> Any:
     return None
 
 
+_LITERALS: dict[Any, Any] = {
+    "dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format,
+}  # fmt: skip
+
+
 def literal(value: Any, own_device: torch.device | None = None) -> TorchLiteral:
     """The TorchLiteral for a torch dtype, device, layout or memory format.
 
     A device of the type that the model runs on is ``self``, so that a plan can move it.
     """
-    if isinstance(value, torch.dtype):
-        return TorchLiteral("dtype", str(value).removeprefix("torch."))
     if isinstance(value, torch.device):
         own = own_device is not None and value.type == own_device.type
         return TorchLiteral("device", "self" if own else str(value))
-    kind = "layout" if isinstance(value, torch.layout) else "memory_format"
-    return TorchLiteral(kind, str(value).removeprefix("torch."))  # type: ignore[arg-type]
+    kind = next(kind for kind, cls in _LITERALS.items() if isinstance(value, cls))
+    return TorchLiteral(kind, str(value).removeprefix("torch."))
 
 
 def from_literal(value: TorchLiteral, own_device: torch.device) -> Any:
@@ -233,10 +236,7 @@ def from_literal(value: TorchLiteral, own_device: torch.device) -> Any:
         except (RuntimeError, ValueError) as error:
             raise SourceError(f"torch has no device called {value.text!r}") from error
     found = vars(torch).get(value.text)
-    kinds = {
-        "dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format,
-    }  # fmt: skip
-    if not isinstance(found, kinds[value.kind]):
+    if not isinstance(found, _LITERALS[value.kind]):
         raise SourceError(f"torch has no {value.kind} called {value.text!r}")
     return found
 
