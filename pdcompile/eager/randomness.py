@@ -368,10 +368,9 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         try:
             if not is_leaf(module):
                 return plain(module, *args, **kwargs)
-            if not is_random_module(module):
-                return self._run_leaf(module, plain, args, kwargs)
-            self.draw()
-            with drawing():
+            if draws := is_random_module(module):
+                self.draw()
+            with drawing() if draws else nullcontext():
                 return self._run_leaf(module, plain, args, kwargs)
         finally:
             self.running.pop()

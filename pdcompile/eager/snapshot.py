@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
@@ -102,14 +103,12 @@ def _ordered(value: Any) -> bool:
     return type(value).__name__ == "OrderedDict"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Contents:
     """A container, and a copy of its contents."""
 
-    __slots__ = ("container", "content")
-
-    def __init__(self, container: Any, content: Any) -> None:
-        self.container = container
-        self.content = content
+    container: Any
+    content: Any
 
     def __repr__(self) -> str:
         return repr(self.content)

@@ -298,7 +298,7 @@ def _state_of(values: Any) -> Any:
     if not isinstance(values, Mapping):
         return id(values)
     return {
-        key: digest.write_state_sample(value) if isinstance(value, Tensor)
+        key: digest.write_state(value, digest.digest_of_ends) if isinstance(value, Tensor)
         else value if isinstance(value, bool | int | float | str) else id(value)
         for key, value in values.items()
     }  # fmt: skip
