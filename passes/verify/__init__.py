@@ -79,15 +79,13 @@ def verify(
         # An edit may compute the same by other ops.
         count = 0 if sources.edited else _ops_beside(capture, plan, sources)
         return replace(found, casts_of=region, ops=count)
-    except ModelFails as error:
-        if not region:
-            raise
-        reason = f"on the CPU, with the casts of {region}, {error.message}"
-        return _ops_alone(capture, plan, sources, mode, reason)
     except VerifyError as error:
         if not region:
             raise
-        raise of_casts(error, region) from error
+        told = of_casts(error, region)
+        if isinstance(error, ModelFails):
+            return _ops_alone(capture, plan, sources, mode, told.message)
+        raise told from error
 
 
 def _ops_beside(capture: Capture, plan: Plan, sources: Sources) -> int:

@@ -122,7 +122,7 @@ class Comparison:
         with self._around(graph):
             expected, failed = eager_values(step)
             try:
-                got = step.values(partial(stages, chain, step, self.plan))
+                got = step.values(partial(stages, chain, step))
             except VerifyError:  # of an opaque module, which records nothing in evaluation either
                 if failed is None:
                     raise
@@ -143,7 +143,7 @@ class Comparison:
         """The values of these stages in a step."""
         chain = self._chains(sources)[not step.graph.training]
         with self._around(step.graph):
-            return step.values(partial(stages, chain, step, self.plan))
+            return step.values(partial(stages, chain, step))
 
     def _differences(self, step: Step, expected: StepValues, got: StepValues) -> list[Difference]:
         """The differences of a step."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -212,44 +212,17 @@ class _Stage:
         follower.finish()
 
 
-@dataclass
-class _Names:
-    """The values and tensors of the model that objects of one run stand for, by identity."""
-
-    of: dict[int, Argument | _Copy]
-    _alive: list[Any] = field(default_factory=list)  # so that identities stay unique
-
-    def give(self, one: Any, name: Argument | _Copy) -> Any:
-        self.of[id(one)] = name
-        self._alive.append(one)
-        return one
-
-    def argument(self, value: Any) -> Any:
-        """The argument for a Python value of the stage.
-
-        Raises:
-            TraceError: a tensor in it is none of the capture's, or it is no argument.
-        """
-        return to_argument(self._containers(value), self._tensor, META)
-
-    def _containers(self, value: Any) -> Any:
-        if isinstance(value, tuple | dict) and id(value) in self.of:
-            return self.of[id(value)]
-        return with_parts(value, self._containers)
-
-    def _tensor(self, tensor: Tensor) -> Any:
-        if id(tensor) not in self.of:
-            raise TraceError("a tensor that no op has made")
-        return self.of[id(tensor)]
-
-
 class _Follower(TorchFunctionMode):
     """Compares each call with the next op of a stage, whose result it then has."""
 
     def __init__(self, stage: _Stage, b: int) -> None:
         super().__init__()
         self._stage, self._b, self._values = stage, b, stage.graph.values
-        self._names = _Names({key: Attr(fqn) for key, fqn in stage.fqns.items()})
+        # Values and tensors of the model that objects stand for; alive, so that ids stay unique.
+        self._names: dict[int, Argument | _Copy] = {
+            key: Attr(fqn) for key, fqn in stage.fqns.items()
+        }
+        self._alive: list[Any] = []
         self._items: dict[str, list[Op]] = {}  # by container
         for op in filter(self._is_item, stage.graph.ops):
             self._items.setdefault(op.inputs[0], []).append(op)
@@ -268,15 +241,38 @@ class _Follower(TorchFunctionMode):
         """The next op; None behind the last one."""
         return self._ops[self._ran] if self._ran < len(self._ops) else None
 
+    def _give(self, one: Any, name: Argument | _Copy) -> Any:
+        self._names[id(one)] = name
+        self._alive.append(one)
+        return one
+
+    def _argument(self, value: Any) -> Any:
+        """The argument for a Python value of the stage.
+
+        Raises:
+            TraceError: a tensor in it is none of the capture's, or it is no argument.
+        """
+        return to_argument(self._containers(value), self._tensor, META)
+
+    def _containers(self, value: Any) -> Any:
+        if isinstance(value, tuple | dict) and id(value) in self._names:
+            return self._names[id(value)]
+        return with_parts(value, self._containers)
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        if id(tensor) not in self._names:
+            raise TraceError("a tensor that no op has made")
+        return self._names[id(tensor)]
+
     def given(self, port: Port) -> Tensor:
         """A tensor for an argument of the stage."""
         shape = [size_at(size, self._b) for size in port.shape]
-        found: Tensor = self._names.give(_empty(shape, port.dtype), Ref(port.value))
+        found: Tensor = self._give(_empty(shape, port.dtype), Ref(port.value))
         return found
 
     def check_result(self, name: str, result: Any) -> None:
         """Raises _Unlike unless a result is the value of this name."""
-        if self._names.of.get(id(result)) != Ref(name):
+        if self._names.get(id(result)) != Ref(name):
             maker = next((op for op in self._stage.ops if op.name == name), None)
             raise _Unlike(maker, f"{self._file} returns another value in its place")
 
@@ -358,8 +354,8 @@ class _Follower(TorchFunctionMode):
         """The result of the next op.  Raises _Unlike where this call is another one."""
         op, shown = self._op, f"self.{path}" if path else target
         try:
-            given = [self._names.argument(each) for each in args]
-            named = {key: self._names.argument(each) for key, each in kwargs.items()}
+            given = [self._argument(each) for each in args]
+            named = {key: self._argument(each) for key, each in kwargs.items()}
         except TraceError as error:
             raise self._unlike(f"calls {shown}: {error.message}") from None
         called = op is not None and (op.kind, op.target) == (kind, target)
@@ -368,7 +364,7 @@ class _Follower(TorchFunctionMode):
         if op is None or not called or other:
             first = given[0] if target == "clone" else None
             if isinstance(first, Attr) and first.fqn in self._stage.written:
-                return self._names.give(torch.empty_like(args[0]), _Copy(first.fqn))
+                return self._give(torch.empty_like(args[0]), _Copy(first.fqn))
             raise self._unlike(f"calls {shown}{other}")
         if wrong := self._other_region(op) or self._other_draw(op):
             raise self._unlike(f"calls {shown} {wrong}")
@@ -430,14 +426,14 @@ class _Follower(TorchFunctionMode):
         value = self._values[name]
         if value.is_tensor:
             shape = [size_at(size, self._b) for size in value.shape]
-            return self._names.give(_empty(shape, value.dtype), Ref(name))
+            return self._give(_empty(shape, value.dtype), Ref(name))
         items: dict[Any, Any] = {
             op.args[1]: self._result(op.name) for op in self._items.get(name, ())
         }
         if all(isinstance(key, int) for key in items):  # some of which nobody reads
             last = max(items, default=-1)
-            return self._names.give(_Items(items.get(i) for i in range(last + 1)), Ref(name))
-        return self._names.give(items, Ref(name))
+            return self._give(_Items(items.get(i) for i in range(last + 1)), Ref(name))
+        return self._give(items, Ref(name))
 
     def _unlike(self, instead: str) -> _Unlike:
         return _Unlike(self._op, f"{stage_line() or self._file} {instead}")

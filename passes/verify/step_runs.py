@@ -21,7 +21,6 @@ from pdcompile.passes.trace.constants import shuffled
 from pdcompile.passes.trace.python_state import kept_buffers, write_buffers
 from pdcompile.passes.trace.tape.observer import stage_line_of
 from pdcompile.passes.verify.parts_chain import PartsChain
-from pdcompile.plan import Plan
 from pdcompile.units import format_bytes
 
 
@@ -37,10 +36,10 @@ def needs_gradients(failed: ModelFails) -> ModelFails:
     )
 
 
-def stages(chain: Chain | PartsChain, step: Step, plan: Plan) -> tuple[Outputs, Loss]:
+def stages(chain: Chain | PartsChain, step: Step) -> tuple[Outputs, Loss]:
     """Runs one step by the generated stages.  Raises VerifyError, naming the stage that fails."""
     try:
-        with autocast_region(plan.training.autocast):
+        with autocast_region(step.autocast):
             outputs, loss = chain.forward(copied(step.call.leaves), step.minibatch)
         if chain.graph.training and loss is not None:
             chain.backward()
