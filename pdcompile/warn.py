@@ -21,7 +21,7 @@ def _folders() -> tuple[str, ...]:
     return tuple(f"{folder}/" for folder in (Path(__file__).parent, *found))
 
 
-FOLDERS = _folders()
+FOLDERS = _folders()  # ours is the first
 _BETWEEN_FILES = (*FOLDERS, warnings.__file__)
 _SIZES = re.compile(r"\[[\d, ]+\]")
 

@@ -91,6 +91,7 @@ class Findings:
     asked_of_inputs: the model would look into its inputs for a short cut.
     of_process: for each line, what of this process it asked for (a rank, the time).
     answers: of comparisons and hashes of sizes.
+    assigned: the line that assigned to each attribute first: (id of module, name) -> source.
     """
 
     specialised: dict[str, str] = field(default_factory=dict)
@@ -99,3 +100,4 @@ class Findings:
     asked_of_inputs: bool = False
     of_process: dict[str, str] = field(default_factory=dict)
     answers: dict[Made, Any] = field(default_factory=dict)
+    assigned: dict[tuple[int, str], str] = field(default_factory=dict)

@@ -174,9 +174,7 @@ class Attempts:
                 failure = error
         if self.assumed.one_size:
             with suppress(TraceError):
-                again = self._recorded(training, self._size)
-                sizes = (self._size,) * 2
-                graph = assemble([first, again], sizes, training=training)
+                graph = self._fitted(training, first, twice)
                 return replace(graph, sizes=alone(self._size, failure))
         raise failure
 
@@ -187,7 +185,7 @@ class Attempts:
         further = [self._recording(training, size) for size in sizes[2:]]
         recordings = [first, second, *further]
         graph = assemble(recordings, sizes, training=training)
-        if not self._splits:
+        if twice:
             return graph
         ranged = size_range(lambda size: self._recording(training, size), recordings, sizes)
         return replace(graph, sizes=ranged)

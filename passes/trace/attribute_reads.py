@@ -20,7 +20,7 @@ from torch import nn
 from pdcompile.eager.modes import switching
 from pdcompile.eager.snapshot import roots
 from pdcompile.passes.trace.tape.interceptor import patched
-from pdcompile.passes.trace.tape.observer import OURS
+from pdcompile.warn import FOLDERS
 
 _INTERNAL = frozenset({*vars(nn.Module()), *dir(nn.Module)}) - {"training", "forward"}
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of CPython's type objects
@@ -85,16 +85,13 @@ class AttributeReads:
                 # An object that is no module may count its calls, as nothing undoes.
                 counts = owner is self._loss and not isinstance(owner, nn.Module)
                 before = None if counts else getattr(owner, "__dict__", {}).get(name)
-                self._assigned((*self._owners[id(owner)], name), before)
+                place = (*self._owners[id(owner)], name)
+                if place not in self._read or before is None:  # else the earlier read counts
+                    self._own.add(place)
             put(owner, name, value)
 
         watching = patched((kind, "__getattribute__", read), (kind, "__setattr__", write))
         self._stack.enter_context(watching)
-
-    def _assigned(self, place: Place, before: Any) -> None:
-        """Notes that forward assigned: an earlier read counts, unless it found None."""
-        if place not in self._read or before is None:
-            self._own.add(place)
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
         place = self._owners.get(id(owner))
@@ -102,7 +99,7 @@ class AttributeReads:
             return
         if isinstance(getattr(type(owner), name, None), cached_property):
             return
-        if name == "training" and sys._getframe(2).f_code.co_filename.startswith(OURS):
+        if name == "training" and sys._getframe(2).f_code.co_filename.startswith(FOLDERS[0]):
             return
         self._read.add((*place, name))
         if id(value) not in self._owners and is_plain_object(value):

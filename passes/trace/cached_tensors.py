@@ -145,7 +145,7 @@ class CachedTensors:
         Args:
             names: id of a tensor that the recording made -> name of the value.
         """
-        for place, tensor in _attribute_tensors(model):
+        for place, tensor in attribute_tensors(model, _DEPTH):
             if id(tensor) not in self._kept and isinstance(tensor, FakeTensor):
                 computation, fixed = made.again(names.get(id(tensor), ""))
                 kept = _CachedTensor(tensor, place, computation, fixed, self._trained)
@@ -175,10 +175,11 @@ class CachedTensors:
         return mine is not None and theirs is not None and mine.computation == theirs.computation
 
 
-def _attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def attribute_tensors(model: nn.Module, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in attributes of modules, so many containers deep, with the places where they are."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_modules"):
-                for keys, tensor in tensors_at(value, depth=_DEPTH):
+                for keys, tensor in tensors_at(value, depth=depth):
                     place = f"{path}.{name}" if path else name
                     yield place + "".join(f"[{key!r}]" for key in keys), tensor

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType
 from typing import Any
 
 from pdcompile.batch import as_one_argument
@@ -202,19 +201,19 @@ def error(
 
 
 @contextmanager
-def as_refusals(func: Any, boundary: CodeType | None) -> Iterator[None]:
+def as_refusals(func: Any) -> Iterator[None]:
     """Raises a TraceError where a fake tensor has no value to read, or an op no shape rule."""
     try:
         yield
     except DataDependentOutputException as caught:
-        raise error(READ, name_of(func), locate(boundary)[0]) from caught
+        raise error(READ, name_of(func), locate()[0]) from caught
     except DynamicOutputShapeException as caught:
-        what, where = f"the result of {name_of(func)}", locate(boundary)[0]
+        what, where = f"the result of {name_of(func)}", locate()[0]
         raise error(BY_VALUE, what, where, SizeByValues) from caught
     except UnsupportedOperatorException as caught:
         raise TraceError(
             f"torch has no shape rule for {caught.func}",
-            where=locate(boundary)[0],
+            where=locate()[0],
             remedy="register a fake implementation with torch.library.register_fake",
         ) from caught
 

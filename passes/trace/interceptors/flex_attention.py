@@ -29,5 +29,5 @@ def refuse_backward(*inputs: torch.Tensor) -> None:
     """Raises NeverOpaque where a gradient is needed that no kernel computes."""
     needed = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     if needed and devices.is_host(inputs[0].device):
-        refusal, where = refusals.FLEX_BACKWARD, locate(None)[0]
+        refusal, where = refusals.FLEX_BACKWARD, locate()[0]
         raise refusals.error(refusal, "flex_attention", where, refusals.NeverOpaque)

@@ -14,7 +14,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -112,9 +112,10 @@ class Generators(Interceptor):
 
 
 def _refuse_seed() -> NoReturn:
-    raise refusals.error(refusals.SEED, "", locate(None)[0], refusals.NeverOpaque)
+    raise refusals.error(refusals.SEED, "", locate()[0], refusals.NeverOpaque)
 
 
+@dataclass(eq=False)
 class Unseeded:
     """Torch's generator as the functions of torch.random see it, which may not seed it, or restore
     a state that was drawn from since.
@@ -126,25 +127,23 @@ class Unseeded:
         where: returns the line of the model that is running.
     """
 
-    def __init__(self, draws: Callable[[], int], where: Callable[[], str | None]) -> None:
-        self._plain = torch.default_generator
-        self._draws = draws
-        self._where = where
-        # What get_state returned, with the number of draws before it.
-        self._states: list[tuple[torch.Tensor, int]] = []
+    draws: Callable[[], int]
+    where: Callable[[], str | None]
+    # What get_state returned, with the number of draws before it.
+    _states: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed"):
-            raise _outside(f"torch's default generator ({name})", self._where())
-        return getattr(self._plain, name)
+            raise _outside(f"torch's default generator ({name})", self.where())
+        return getattr(torch.default_generator, name)
 
     def get_state(self) -> torch.Tensor:
-        self._states.append((self._plain.get_state(), self._draws()))
+        self._states.append((torch.default_generator.get_state(), self.draws()))
         return self._states[-1][0]
 
     def set_state(self, state: torch.Tensor) -> None:
-        if all(known is not state or at != self._draws() for known, at in self._states):
-            raise _outside("torch's default generator (set_rng_state)", self._where())
+        if all(known is not state or at != self.draws() for known, at in self._states):
+            raise _outside("torch's default generator (set_rng_state)", self.where())
 
 
 TARGET = f"{python_draws.PythonDraw.__module__}.{python_draws.PythonDraw.__qualname__}.apply"

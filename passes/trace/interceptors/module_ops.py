@@ -36,7 +36,7 @@ class LeafModules(Interceptor):
         with tape.running(call):
             draw = tape.draw() if is_random_module(module) else None
             tape.begin()
-            with tape.inside(), refusals.as_refusals(module, tape.boundary):
+            with tape.inside(), refusals.as_refusals(module):
                 result = real_shapes.run(
                     plain,
                     tape.fakes.faked(args),
@@ -98,7 +98,10 @@ class OpaqueCalls(Interceptor):
                 tape.observer.written = {storage_key(tape.fakes.faked(b)) for b in buffers}
             with tape.running(call, opaque=True):
                 target = tape.table.classes[path][0]
-                return tape.record("opaque", target, path, args, kwargs, result, None, observed)
+                return tape.record(
+                    "opaque", target, path, args, kwargs, result, None, returns=observed.form,
+                    hooks=observed.hooks, flops=observed.flops, saved_bytes=observed.saved_bytes,
+                )  # fmt: skip
 
     def _refuse_part(self, path: str) -> None:
         for owner, _ in self.tape.opaque:

@@ -27,11 +27,10 @@ from pdcompile.passes.trace.tape.observer import is_user, source_of_line
 if TYPE_CHECKING:
     from pdcompile.passes.trace.tape.tape import Tape
 
-RANK, ENVIRONMENT, TIME = "its rank", "the environment", "the time"
 _ASKED: tuple[tuple[Any, tuple[str, ...], str], ...] = (
-    (dist, ("get_rank", "get_world_size"), RANK),
-    (time, ("time", "time_ns", "monotonic", "perf_counter", "perf_counter_ns"), TIME),
-    (type(os.environ), ("__getitem__",), ENVIRONMENT),
+    (dist, ("get_rank", "get_world_size"), "its rank"),
+    (time, ("time", "time_ns", "monotonic", "perf_counter", "perf_counter_ns"), "the time"),
+    (type(os.environ), ("__getitem__",), "the environment"),
 )
 _BETWEEN = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>")
 

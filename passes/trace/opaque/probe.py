@@ -87,13 +87,6 @@ class ObservedCall:
     saved_bytes: int = 0
     reason: str = ""  # why the module cannot be one op, "" if it can
 
-    def fields_of_op(self) -> dict[str, Any]:
-        """Facts that the op for the call has of it, by field of `Op`."""
-        return {
-            "returns": self.form, "hooks": self.hooks, "flops": self.flops,
-            "saved_bytes": self.saved_bytes,
-        }  # fmt: skip
-
 
 Observed = dict[CallKey, ObservedCall]
 
@@ -238,13 +231,13 @@ def _run(
     sentinel = Sentinel()
     given = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
     device = next(given, devices.HOST)
-    unseeded = Unseeded(lambda: watch.draws, lambda: locate(None)[0])
+    unseeded = Unseeded(lambda: watch.draws, lambda: locate()[0])
     try:
         with (
             preserved_rng(),
             kept_buffers(model),
             watch.calls(),
-            lines_of_assignments(assigned, lambda: locate(None)[0]),
+            lines_of_assignments(assigned, lambda: locate()[0]),
             python_draws.watched(sentinel.follow),
             flex_attention_uncompiled(),
             flex_attention_checked(refuse_backward),
@@ -384,7 +377,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _watched(self, plain: Any, module: nn.Module, key: CallKey, args: Any, kwargs: Any) -> Any:
         inputs = tensors_among((args, kwargs))
         if any(map(is_functorch_wrapped_tensor, inputs)):
-            inside = refusals.error(refusals.TRANSFORM, key[0], locate(None)[0])
+            inside = refusals.error(refusals.TRANSFORM, key[0], locate()[0])
             inside.module_path = key[0]  # its caller is opaque instead
             raise inside
         before = [tensor.detach().clone() for tensor in inputs]

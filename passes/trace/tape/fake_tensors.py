@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Argument, Attr, Ref, Value
+from pdcompile.ir.graph import Argument, Attr, Ref, Value, walk
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.targets import dtype_name
+from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Findings
 from pdcompile.passes.trace.cached_tensors import CachedTensors
 from pdcompile.passes.trace.interceptors.size_reads import TracedSize
-from pdcompile.passes.trace.refusals import NO_PARAMETER
 from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.passes.trace.tape.observer import storage_key
@@ -160,22 +160,21 @@ class FakeTensors:
     def _constant(self, tensor: torch.Tensor) -> str:
         if tensor.requires_grad:
             raise TraceError(
-                f"forward uses a tensor of shape {tuple(tensor.shape)}{NO_PARAMETER}",
+                f"forward uses a tensor of shape {tuple(tensor.shape)}{refusals.NO_PARAMETER}",
                 remedy="register it as nn.Parameter on a module, or detach() it",
             )
         return self.table.constant(tensor, self.unnamed.get(id(tensor), "constant"))
 
-    def add(self, name: str, fake: torch.Tensor) -> None:
-        """Enters a value; a tensor that has a name already gets the new one."""
+    def add(self, name: str, fake: torch.Tensor | None) -> None:
+        """Enters a value; a tensor that has a name already gets the new one.  None: a container of
+        tensors, or nothing."""
+        self._order.append(name)
+        if fake is None:
+            return
         self.value_names[id(fake)] = name
         self.objects[name] = fake
         self._born_requiring[name] = fake.requires_grad
         self._at.setdefault(storage_key(fake), []).append(name)
-        self._order.append(name)
-
-    def add_container(self, name: str) -> None:
-        """Enters a value that is a tuple, list or dict of tensors, or None."""
-        self._order.append(name)
 
     def known(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self.value_names or id(tensor) in self._attribute
@@ -208,14 +207,32 @@ class FakeTensors:
         fake = self.objects.get(name)
         return -1 if fake is None else storage_key(fake)
 
-    def model_tensors_at(self, keys: set[int]) -> list[str]:
-        """Canonical FQNs of the model's tensors in these storages, in order of first use."""
-        held = self._model_at.items() if keys else ()
-        return [fqn for key, fqns in held if key in keys for fqn in fqns]
+    def buffers_in(self, written: set[int], source: str) -> tuple[str, ...]:
+        """Canonical FQNs of the buffers in written storages, in order of first use.
 
-    def values_at(self, keys: set[int]) -> list[str]:
-        """The newest value in each storage."""
-        return [names[-1] for key, names in self._at.items() if key in keys] if keys else []
+        Raises:
+            TraceError: a parameter is written, or a buffer that shares its memory with another one.
+        """
+        held = self._model_at.items() if written else ()
+        fqns = [fqn for key, own in held if key in written for fqn in own]
+        for fqn in fqns:
+            info = self.table.tensors[fqn]
+            if info.kind != "buffer":
+                raise refusals.error(refusals.WRITTEN[info.kind], fqn, source)
+            other = self.table.shares_memory(fqn)
+            if other is not None:
+                raise refusals.error(refusals.SHARED_BUFFER, f"{fqn} (shared with {other})", source)
+        self.findings.written.update(fqns)
+        return tuple(fqns)
+
+    def values_in(self, written: set[int], arguments: Argument) -> tuple[str, ...]:
+        """Values in written storages: those among the arguments, else the newest of each."""
+        if not written:
+            return ()
+        names = dict.fromkeys(ref.name for ref in walk(arguments, Ref))
+        found = [name for name in names if self.storage_of(name) in written]
+        others = written - {self.storage_of(name) for name in found}
+        return (*found, *(names[-1] for key, names in self._at.items() if key in others))
 
     def values(self) -> dict[str, Value]:
         """All values in the order in which they were made, without their consumers."""
@@ -238,11 +255,6 @@ class FakeTensors:
                 stride_order=stride_order(fake),
             )
         return found
-
-
-def alias(fake: torch.Tensor) -> torch.Tensor:
-    """Another tensor object for the same value, storage and place in the autograd graph."""
-    return torch.ops.aten.alias.default(fake)  # type: ignore[no-any-return]
 
 
 def stride_order(tensor: torch.Tensor) -> tuple[int, ...]:

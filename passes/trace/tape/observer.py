@@ -11,41 +11,42 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-import pdcompile
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.releases.known_results import KnownResults
 from pdcompile.releases.torch_internals import FakeTensor, TorchDispatchMode
+from pdcompile.warn import FOLDERS
 
-TORCH = os.path.dirname(torch.__file__) + os.sep
-OURS = tuple(
-    {str(Path(folder)) + os.sep for folder in (Path(pdcompile.__file__).parent,)}
-    | {str(Path(__file__).resolve().parents[3] / name) + os.sep for name in ("pdcompile", "passes")}
-)
 STANDARD = os.path.dirname(os.__file__) + os.sep
-_NN_MODULES = os.path.join(TORCH, "nn", "modules") + os.sep
+_NN_MODULES = os.path.dirname(torch.nn.modules.__file__) + os.sep
 _PLUMBING = ("module.py", "container.py")
+_RUNS_MODEL = os.path.join(os.path.dirname(__file__), "run.py")
 NO_SOURCE = "<no source>"
 _CACHE, _PRECALL = (dis.opmap.get(name, -1) for name in ("CACHE", "PRECALL"))
 _TO_CALL = 4  # bytes: the instruction and its cache entry
 _STAGE_FILE = re.compile(r"<pdcompile_stages_\d+_(stage_\d+\.py)>")
 
 
-def locate(boundary: CodeType | None) -> tuple[str, str]:
-    """(``file.py:12``, variable) of the innermost frame of user code, above `boundary`.
+def frames_of_model(frame: FrameType | None) -> Iterator[FrameType]:
+    """The running frames from this one outwards, up to what runs the model."""
+    while frame is not None and frame.f_code.co_filename != _RUNS_MODEL:
+        yield frame
+        frame = frame.f_back
+
+
+def locate() -> tuple[str, str]:
+    """(``file.py:12``, variable) of the innermost frame of user code in the model's run.
 
     The variable is the name that the running expression is assigned to, or "".  Where only
     torch's own modules run (a Sequential at the root) the place is in them.
     """
-    frame: FrameType | None = sys._getframe(1)
     fallback = NO_SOURCE
-    while frame is not None and frame.f_code is not boundary:
+    for frame in frames_of_model(sys._getframe(1)):
         code = frame.f_code
         file = code.co_filename
         if is_user(file):
@@ -53,7 +54,6 @@ def locate(boundary: CodeType | None) -> tuple[str, str]:
             return f"{_shorten(file)}:{frame.f_lineno}", stores
         if fallback == NO_SOURCE and file.startswith(_NN_MODULES) and not file.endswith(_PLUMBING):
             fallback = f"{_shorten(file)}:{frame.f_lineno}"
-        frame = frame.f_back
     return fallback, ""
 
 
@@ -116,7 +116,7 @@ def source_of_class(cls: type) -> str:
 @functools.lru_cache(maxsize=1024)
 def is_user(file: str) -> bool:
     """True if a file is not torch's, pdcompile's, the standard library's or generated code."""
-    if file.startswith((TORCH, *OURS, "<")):
+    if file.startswith((*FOLDERS, "<")):
         return False
     return not file.startswith(STANDARD) or "-packages" in file
 
@@ -273,7 +273,7 @@ def storage_key(tensor: torch.Tensor) -> int:
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise TraceError(
             f"forward computes with a tensor that is not dense ({kind})",
-            where=locate(None)[0],
+            where=locate()[0],
             remedy="use index_add, scatter or dense matrices, or do it in a submodule that takes "
             "and returns dense tensors, which is then captured as opaque",
         )

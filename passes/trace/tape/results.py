@@ -19,10 +19,10 @@ import torch
 from pdcompile.batch.step_result import own_loss
 from pdcompile.batch.structure import Instance, Part, Tree, flatten_output, unknown_in
 from pdcompile.errors import TraceError
-from pdcompile.ir.graph import Argument, DictOf, ListOf, Op, Ref, walk
+from pdcompile.ir.graph import Argument, DictOf, ListOf, Op, Ref
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.fake_tensors import FakeTensors, alias
+from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.observer import part_of, storage_key
 
 _TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins)} | {
@@ -30,14 +30,17 @@ _TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins)} | {
 }  # fmt: skip
 
 
-class Names:
-    """Makes unique identifiers."""
+class Results:
+    """The ops of one recording; enters their results into `fakes`, under names of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: FakeTensors) -> None:
+        self.ops: list[Op] = []
+        self._fakes = fakes
+        self._calls: dict[tuple[str, str], Iterator[int]] = defaultdict(count)
         self._next: dict[str, int] = {}
         self._used: set[str] = set()
 
-    def new(self, text: str) -> str:
+    def new_name(self, text: str) -> str:
         """An unused identifier that reads like `text`."""
         base = re.sub(r"[^0-9a-zA-Z]+", "_", text).strip("_") or "value"
         if base[0].isdigit():
@@ -49,16 +52,6 @@ class Names:
         self._used.add(name)
         return name
 
-
-class Results:
-    """The ops of one recording; enters their results into `fakes`."""
-
-    def __init__(self, fakes: FakeTensors, names: Names) -> None:
-        self.ops: list[Op] = []
-        self._fakes = fakes
-        self._names = names
-        self._calls: dict[tuple[str, str], Iterator[int]] = defaultdict(count)
-
     def call_index(self, path: str, target: str) -> int:
         """The number of earlier ops with this module path and target."""
         return next(self._calls[path, target])
@@ -67,7 +60,7 @@ class Results:
         """Enters the result under the op's name; returns the result for the model's Python."""
         if isinstance(result, torch.Tensor):
             return self._tensor(op.name, result, written)
-        self._fakes.add_container(op.name)
+        self._fakes.add(op.name, None)
         try:
             return with_items(result, lambda key, item: self._item(op, key, item, written))
         except TypeError as error:
@@ -75,22 +68,19 @@ class Results:
             raise TraceError(f"{op.target} returns a {kind}", where=op.source) from error
 
     def _tensor(self, name: str, result: torch.Tensor, written: set[int]) -> torch.Tensor:
-        real = self._fakes.real_of(result)
         changed = storage_key(result) in written
-        if real is not None and changed:
-            # `self.count += 1` must return the same tensor object that the module holds.
-            self._fakes.add(name, alias(result))
-            return real
-        if self._fakes.known(result) and not changed:
-            # In eval mode dropout(x) returns x, but has to be this op's value, as in train mode.
-            result = alias(result)
+        # `self.count += 1` must return the same tensor object that the module holds.
+        real = self._fakes.real_of(result) if changed else None
+        # In eval mode dropout(x) returns x, but has to be this op's value, as in train mode.
+        if real is not None or (self._fakes.known(result) and not changed):
+            result = torch.ops.aten.alias.default(result)
         self._fakes.add(name, result)
-        return result
+        return result if real is None else real
 
     def _item(self, op: Op, key: Any, item: Any, written: set[int]) -> Any:
         if not tensors_among(item):
             return item
-        name, target = self._names.new(f"{op.name}_{key}"), "operator.getitem"
+        name, target = self.new_name(f"{op.name}_{key}"), "operator.getitem"
         index = self.call_index(op.module_path, target)
         part = Op(
             name=name, kind="function", target=target, args=(Ref(op.name), key),
@@ -113,35 +103,6 @@ def with_items(result: Any, change: Callable[[Any, Any], Any]) -> Any:
         return result
     items = [change(i, item) for i, item in enumerate(result)]
     return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
-
-
-def written_tensors(fakes: FakeTensors, written: set[int], source: str) -> tuple[str, ...]:
-    """Canonical FQNs of the buffers in written storages.
-
-    Raises:
-        TraceError: a parameter is written, or a buffer that shares its memory with another one.
-    """
-    fqns = fakes.model_tensors_at(written)
-    for fqn in fqns:
-        info = fakes.table.tensors[fqn]
-        if info.kind != "buffer":
-            raise refusals.error(refusals.WRITTEN[info.kind], fqn, source)
-        other = fakes.table.shares_memory(fqn)
-        if other is not None:
-            raise refusals.error(refusals.SHARED_BUFFER, f"{fqn} (shared with {other})", source)
-    fakes.findings.written.update(fqns)
-    return tuple(fqns)
-
-
-def mutated(fakes: FakeTensors, written: set[int], arguments: Argument) -> tuple[str, ...]:
-    """Values in written storages: those among the arguments, else the newest of each storage."""
-    if not written:
-        return ()
-    names = dict.fromkeys(ref.name for ref in walk(arguments, Ref))
-    found = [name for name in names if fakes.storage_of(name) in written]
-    covered = {fakes.storage_of(name) for name in found}
-    found += fakes.values_at(written - covered)
-    return tuple(found)
 
 
 def structure(output: Any, leaf: Callable[[Any], Argument]) -> tuple[Argument, Tree]:

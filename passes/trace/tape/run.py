@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile.batch import BatchLayout, FlatCall, flatten_output, unflatten_output
+from pdcompile.batch import FlatCall, flatten_output, unflatten_output
 from pdcompile.eager.autocast import OFF, autocast_region
 from pdcompile.eager.modes import in_mode, modes
 from pdcompile.eager.randomness import LOSS_PATH
@@ -24,10 +24,9 @@ from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Findings, Refuted
 from pdcompile.passes.trace.attribute_reads import is_plain_object
-from pdcompile.passes.trace.cached_tensors import Computations
+from pdcompile.passes.trace.cached_tensors import Computations, attribute_tensors
 from pdcompile.passes.trace.constants import example_calls
 from pdcompile.passes.trace.global_state import emptied
-from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.opaque.probe import probe
 from pdcompile.passes.trace.python_state import State, lines_of_assignments, write_rebound
 from pdcompile.passes.trace.refusals import (
@@ -41,7 +40,6 @@ from pdcompile.passes.trace.selections import Policy, Selections, with_made_up_s
 from pdcompile.passes.trace.subject import Subject, device_of, of_region
 from pdcompile.passes.trace.tape.arguments import to_argument
 from pdcompile.passes.trace.tape.fake_tensors import KEEP, FakeTensors
-from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.observer import Observer, source_of_traceback
 from pdcompile.passes.trace.tape.results import find_loss, structure
 from pdcompile.passes.trace.tape.tape import Tape
@@ -53,7 +51,6 @@ from pdcompile.releases.torch_internals import (
     gpu_autocast_anywhere,
     quiet_shape_errors,
 )
-from pdcompile.warn import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +91,12 @@ def record(
     """
     observed = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
-    def recorded(assigned: dict[tuple[int, str], str]) -> Recording:
+    def recorded() -> Recording:
         findings = Findings()
 
         def once(sizes: Policy | None = None) -> Recording:
             one = _Run(subject, call, assumed, sizes, findings)
-            one.tape.opaque, one.tape.assigned = observed, assigned
+            one.tape.opaque = observed
             with subject.global_state.as_before():
                 return one.recording()
 
@@ -122,12 +119,10 @@ def record(
         return found
 
     with emptied(subject.caches):
-        return _restored(subject, recorded, training) if settle else recorded({})
+        return _restored(subject, recorded, training) if settle else recorded()
 
 
-def _restored(
-    subject: Subject, recorded: Callable[[dict[tuple[int, str], str]], Recording], training: bool
-) -> Recording:
+def _restored(subject: Subject, recorded: Callable[[], Recording], training: bool) -> Recording:
     """A recording, with the state after it where that is another one; the model is as before.
 
     What later calls make of such a state is for `check_order`.
@@ -136,11 +131,10 @@ def _restored(
     with in_mode(model, training):
         before, flags = State(model), modes(model)
         try:
-            assigned: dict[tuple[int, str], str] = {}
-            found = recorded(assigned)
-            change = before.change(assigned)
+            found = recorded()
+            change = before.change(found.findings.assigned)
             # What forward switches stays so in the next call, until the model's own mode changes.
-            if change is not None and modes(model) != flags and not same(found, recorded({})):
+            if change is not None and modes(model) != flags and not same(found, recorded()):
                 raise change
             kept.change = kept.change or change
             return found if change is None else replace(found, after=State(model))
@@ -173,25 +167,25 @@ class _Run:
         fakes.findings, fakes.rewritten = findings, assumed.rewritten
         fakes.unnamed.update(_unregistered(subject.model, subject.loss_fn))
         self._observer = observer = Observer(subject.known_results)
-        self.tape = tape = Tape(subject.table, fakes, observer, INTERCEPTORS)
-        tape.boundary = run.__code__
+        self.tape = tape = Tape(subject.table, fakes, observer)
         if sizes is not None:
             observer.selections = Selections(sizes, lambda: tape.path)
-        self._inputs, leaves, self._constants = enter_inputs(call, subject.layout, fakes, tape)
-        self._arguments = call.unflatten(leaves)
+        self._inputs: list[GraphInput] = []
+        self._constants: list[tuple[str, str]] = []  # path and text
+        self._arguments = call.unflatten(self._leaves(call))
         tape.assumed = assumed
-        tape.examples = partial(example_calls, subject.flat, subject.layout, self._inputs, call)
+        inputs = tuple(self._inputs)
+        tape.examples = partial(example_calls, subject.flat, subject.layout, inputs, call)
 
     def recording(self) -> Recording:
         """Runs the model and returns the recording."""
-        subject, tape = self._subject, self.tape
         try:
             with ExitStack() as stack:
                 for each in self._around():
                     stack.enter_context(each)
-                output, loss = run(subject.model, *self._arguments, subject.loss_fn, tape)
+                output, loss = self._run()
         except TraceError as error:
-            error.module_path = tape.failed
+            error.module_path = self.tape.failed
             raise
         return self._finished(output, loss)
 
@@ -204,8 +198,8 @@ class _Run:
         layers = nullcontext() if devices.is_host(fakes.device) else layers_of_cudnn()
         return (
             *(interceptor.around() for interceptor in tape.interceptors),
-            watched(tape),
-            lines_of_assignments(tape.assigned, tape.where),
+            tape.watching(),
+            lines_of_assignments(self._findings.assigned, tape.where),
             quiet_shape_errors(),
             gpu_autocast_anywhere(),
             layers,
@@ -216,6 +210,73 @@ class _Run:
             self._observer,
             tape,
         )
+
+    def _run(self) -> tuple[Any, Any]:
+        """(output, loss) of the model's own Python; failures of it become TraceErrors."""
+        model, loss_fn, tape = self._subject.model, self._subject.loss_fn, self.tape
+        args, kwargs, target = self._arguments
+        try:
+            output = model(*args, **kwargs)
+            output = _own_tensors_cloned(output, tape.fakes)
+            write_rebound(model, tape.fakes)
+            loss = None
+            if loss_fn is not None:
+                tape.region, tape.stack[:] = "loss", [(LOSS_PATH, 0)]
+                loss = loss_fn(output, target)
+            tape.begin()  # as before a further op
+        except TraceError as refusal:
+            if tape.region == "loss":
+                tell_of_loss(refusal)
+            raise
+        except (PdcompileError, Refuted):
+            raise
+        except Exception as error:
+            if isinstance(error, TypeError) and tape.handed_out is not None:
+                raise tape.handed_out from error  # torch does not take a DrawnArray for an array
+            what = "loss_fn" if tape.region == "loss" else "the model's forward"
+            said = f"{what} raised {type(error).__name__}: {error}"
+            lost = tape.region == "loss"
+            if lost and target is None:
+                hint = "pass target=… to step (example_target= to compile)"
+                raise InputError(
+                    f"the target is missing: {said}", where="target", remedy=hint
+                ) from error
+            hint = remedy_of_loss(target) if lost else remedy(args, kwargs)
+            if type(error).__module__.startswith("torch._dynamo"):
+                said, hint = f"{what} calls a function that torch.compile has made", COMPILED
+            if "Mixing fake modes" in str(error):  # torch's words for a tensor of another recording
+                said, hint = f"{what} uses a tensor that it kept from an earlier call", KEEP
+            if (
+                any(words in str(error) for words in TWO_DEVICES)
+                and tape.fakes.home != tape.fakes.device
+            ):
+                said = f"{what} computes with a tensor of the CPU and one of a GPU: {error}"
+                hint = "make tensors on the device of an input: torch.ones(n, device=x.device)"
+            if any(words in str(error) for words in NO_GPU):  # of autograd's engine
+                said = f"{what} differentiates, on fake tensors of a GPU, which takes a GPU"
+                hint = "have model and minibatch on a GPU, or plan without autocast"
+            raise ForwardRaised(said, where=source_of_traceback(error), remedy=hint) from error
+        return output, loss
+
+    def _leaves(self, call: FlatCall) -> dict[str, Any]:
+        """The leaves of the call, fakes for its tensors, which become inputs of the graph; others
+        are constants of it."""
+        fakes, leaves = self.tape.fakes, dict[str, Any]()
+        for path, leaf in call.leaves.items():
+            if not isinstance(leaf, torch.Tensor):
+                if type(leaf).__qualname__ == "BlockMask":  # its text is that of another function
+                    raise refusals.error(refusals.BLOCK_MASK, path, path)
+                if is_plain_object(leaf) and not isinstance(leaf, Enum | Namespace):
+                    raise refusals.error(refusals.OBJECT, f"{path} ({type(leaf).__name__})", path)
+                leaves[path] = leaf
+                if path != "target" or leaf is not None:
+                    self._constants.append((path, repr(leaf)))
+                continue
+            name = self.tape.results.new_name(path)
+            leaves[path] = fakes.fake_like(leaf)
+            fakes.add(name, leaves[path])
+            self._inputs.append(GraphInput(name, path, self._subject.layout.dims.get(path)))
+        return leaves
 
     def _finished(self, output: Any, loss: Any) -> Recording:
         subject, tape, fakes = self._subject, self.tape, self.tape.fakes
@@ -241,7 +302,7 @@ class _Run:
             training=tape.training,
             ops=tuple(ops),
             values=values,
-            inputs=self._inputs,
+            inputs=tuple(self._inputs),
             tensors={  # without constants that only an earlier recording came across
                 fqn: info
                 for fqn, info in tensors.items()
@@ -250,7 +311,7 @@ class _Run:
             output=output_argument,
             loss=found_loss,
             batch_size=subject.size,
-            constants=self._constants,
+            constants=tuple(self._constants),
             classes=subject.table.classes,
             passed=tape.passed,
             output_spec=output_spec,
@@ -265,59 +326,6 @@ class _Run:
         )
 
 
-def run(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Any,
-    loss_fn: Callable[..., Any] | None,
-    tape: Tape,
-) -> tuple[Any, Any]:
-    """(output, loss) of the model's own Python; failures of it become TraceErrors."""
-    try:
-        output = model(*args, **kwargs)
-        output = _own_tensors_cloned(output, tape.fakes)
-        write_rebound(model, tape.fakes)
-        loss = None
-        if loss_fn is not None:
-            tape.region, tape.stack[:] = "loss", [(LOSS_PATH, 0)]
-            loss = loss_fn(output, target)
-        tape.begin()  # as before a further op
-    except TraceError as refusal:
-        if tape.region == "loss":
-            tell_of_loss(refusal)
-        raise
-    except (PdcompileError, Refuted):
-        raise
-    except Exception as error:
-        if isinstance(error, TypeError) and tape.handed_out is not None:
-            raise tape.handed_out from error  # torch does not take a DrawnArray for an array
-        what = "loss_fn" if tape.region == "loss" else "the model's forward"
-        said = f"{what} raised {type(error).__name__}: {error}"
-        lost = tape.region == "loss"
-        if lost and target is None:
-            hint = "pass target=… to step (example_target= to compile)"
-            raise InputError(
-                f"the target is missing: {said}", where="target", remedy=hint
-            ) from error
-        hint = remedy_of_loss(target) if lost else remedy(args, kwargs)
-        if type(error).__module__.startswith("torch._dynamo"):
-            said, hint = f"{what} calls a function that torch.compile has made", COMPILED
-        if "Mixing fake modes" in str(error):  # torch's words for a tensor of another recording
-            said, hint = f"{what} uses a tensor that it kept from an earlier call", KEEP
-        if (
-            any(words in str(error) for words in TWO_DEVICES)
-            and tape.fakes.home != tape.fakes.device
-        ):
-            said = f"{what} computes with a tensor of the CPU and one of a GPU: {error}"
-            hint = "make tensors on the device of an input: torch.ones(n, device=x.device)"
-        if any(words in str(error) for words in NO_GPU):  # of autograd's engine
-            said = f"{what} differentiates, on fake tensors of a GPU, which takes a GPU"
-            hint = "have model and minibatch on a GPU, or plan without autocast"
-        raise ForwardRaised(said, where=source_of_traceback(error), remedy=hint) from error
-    return output, loss
-
-
 def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:
     """The output with parameters and buffers in it cloned: later updates must not change them."""
     leaves, spec = flatten_output(output)
@@ -328,65 +336,12 @@ def _own_tensors_cloned(output: Any, fakes: FakeTensors) -> Any:
     return unflatten_output(cloned, spec)
 
 
-def enter_inputs(
-    flat: FlatCall, layout: BatchLayout, fakes: FakeTensors, tape: Tape
-) -> tuple[tuple[GraphInput, ...], dict[str, Any], tuple[tuple[str, str], ...]]:
-    """Names the tensors of the call: (graph inputs, leaves by path, constants)."""
-    inputs: list[GraphInput] = []
-    leaves: dict[str, Any] = {}
-    constants: list[tuple[str, str]] = []
-    for path, leaf in flat.leaves.items():
-        if not isinstance(leaf, torch.Tensor):
-            if type(leaf).__qualname__ == "BlockMask":  # by its text it is that of another function
-                raise refusals.error(refusals.BLOCK_MASK, path, path)
-            if is_plain_object(leaf) and not isinstance(leaf, Enum | Namespace):
-                raise refusals.error(refusals.OBJECT, f"{path} ({type(leaf).__name__})", path)
-            leaves[path] = leaf
-            if path != "target" or leaf is not None:
-                constants.append((path, repr(leaf)))
-            continue
-        name = tape.names.new(path)
-        leaves[path] = fakes.fake_like(leaf)
-        fakes.add(name, leaves[path])
-        inputs.append(GraphInput(name, path, layout.dims.get(path)))
-    return tuple(inputs), leaves, tuple(constants)
-
-
 def _unregistered(model: nn.Module, loss_fn: Any) -> dict[int, str]:
     """Tensors that are plain attributes of modules (or of loss_fn): id to path."""
     found: dict[int, str] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                found.setdefault(id(value), f"{path}.{name}" if path else name)
+    for place, tensor in attribute_tensors(model, depth=0):
+        found.setdefault(id(tensor), place)
     if isinstance(loss_fn, nn.Module):
         for name, value in (*loss_fn.named_buffers(), *loss_fn.named_parameters()):
             found.setdefault(id(value), f"loss_fn.{name}")
     return found
-
-
-def watched(tape: Tape) -> AbstractContextManager[None]:
-    """Patches calls that pass no torch function, so that the tape sees them: modules,
-    autograd.Function, TorchScript functions."""
-    plain_call = nn.Module.__call__
-    plain_apply = vars(torch.autograd.Function)["apply"]
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return tape.call_module(plain_call, self, args, kwargs)
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return tape.call_function_class(cls, plain_apply.__get__(None, cls), args)
-
-    def run_inline(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A scripted function is an optimised graph that detaches; its source is what it means.
-        warn(
-            f"the TorchScript function {self.name!r} is captured as its Python source, whose "
-            "gradients TorchScript's optimiser rounds differently from the second call on"
-        )
-        return self._torchdynamo_inline(*args, **kwargs)
-
-    return patched(
-        (nn.Module, "__call__", __call__),
-        (torch.jit.ScriptFunction, "__call__", run_inline),
-        (torch.autograd.Function, "apply", classmethod(apply)),
-    )

@@ -8,13 +8,11 @@ fake tensors have none.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count, takewhile
-from types import CodeType
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from pdcompile.ir.graph import Attr, Op, walk
 from pdcompile.ir.opaque import tensors_among
 from pdcompile.passes.trace import real_shapes, refusals
 from pdcompile.passes.trace.assumptions import Assumptions, Site
+from pdcompile.passes.trace.interceptors.order import INTERCEPTORS
 from pdcompile.passes.trace.opaque.probe import ObservedCall
 from pdcompile.passes.trace.tape.arguments import (
     NO_OP_CASTS,
@@ -35,11 +34,12 @@ from pdcompile.passes.trace.tape.arguments import (
     without_defaults,
 )
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
-from pdcompile.passes.trace.tape.interceptor import Interceptor
+from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.module_table import ModuleTable
-from pdcompile.passes.trace.tape.observer import Observer, instruction_of, locate
-from pdcompile.passes.trace.tape.results import Names, Results, mutated, written_tensors
+from pdcompile.passes.trace.tape.observer import Observer, frames_of_model, instruction_of, locate
+from pdcompile.passes.trace.tape.results import Results
 from pdcompile.releases.torch_internals import maybe_current_level
+from pdcompile.warn import warn
 
 
 class Tape(TorchFunctionMode):
@@ -49,31 +49,21 @@ class Tape(TorchFunctionMode):
         table: the model's names.
         fakes: fake tensors for the model's tensors and inputs.
         observer: the dispatch mode that runs below.
-        interceptors: asked in this order before a call is recorded.
     """
 
     #: `example_calls`, set before a run
     examples: Callable[[], Iterator[Mapping[str, torch.Tensor]]]
 
-    def __init__(
-        self,
-        table: ModuleTable,
-        fakes: FakeTensors,
-        observer: Observer,
-        interceptors: Sequence[type[Interceptor]],
-    ) -> None:
+    def __init__(self, table: ModuleTable, fakes: FakeTensors, observer: Observer) -> None:
         super().__init__()
         self.table = table
         self.fakes = fakes
         self.observer = observer
-        self.names = Names()
-        self._results = Results(fakes, self.names)
-        self.ops = self._results.ops
+        self.results = Results(fakes)
+        self.ops = self.results.ops
         self.training = table.modules[""].training
         self.region: Any = "forward"
         self.regions: list[frozenset[str]] = []  # names of the ops of each reentrant checkpoint
-        self.boundary: CodeType | None = None  # code of the frame that calls the model
-        self.assigned: dict[tuple[int, str], str] = {}  # (id of module, attribute) -> source
         self.passed: dict[str, dict[str, str]] = {}  # see `OpGraph.passed`
         self.failed: str | None = None  # the innermost module that an error came from
         # Given for this run.
@@ -85,7 +75,7 @@ class Tape(TorchFunctionMode):
         self.stack: list[CallKey] = [("", 0)]  # calls of modules that are running
         self._module_calls: dict[str, Iterator[int]] = defaultdict(count)
         self._draws: dict[str, Iterator[int]] = defaultdict(count)
-        self.interceptors = tuple(kind(self) for kind in interceptors)
+        self.interceptors = tuple(kind(self) for kind in INTERCEPTORS)
         self._recorded = self._hooks("recorded")
         self._call = self._chain("call", self.call)
         self._module = self._chain("module", self._inside_module)
@@ -102,6 +92,24 @@ class Tape(TorchFunctionMode):
         return [getattr(each, name) for each in own]
 
     # Called by the interpreter.
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Sees calls that pass no torch function: of modules, autograd.Function, TorchScript."""
+        plain_call = torch.nn.Module.__call__
+        plain_apply = vars(torch.autograd.Function)["apply"]
+
+        def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.call_module(plain_call, module, args, kwargs)
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            plain = plain_apply.__get__(None, cls)
+            return plain(*self.fakes.faked(args)) if self.within else self._apply(cls, plain, args)
+
+        return patched(
+            (torch.nn.Module, "__call__", __call__),
+            (torch.jit.ScriptFunction, "__call__", _inlined),
+            (torch.autograd.Function, "apply", classmethod(apply)),
+        )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -147,12 +155,6 @@ class Tape(TorchFunctionMode):
         finally:
             self.stack.pop()
 
-    def call_function_class(self, cls: type, plain: Callable[..., Any], args: Any) -> Any:
-        """Runs and records ``Cls.apply(*args)`` of an autograd.Function."""
-        if self.within:
-            return plain(*self.fakes.faked(args))
-        return self._apply(cls, plain, args)
-
     def _tell(self, source: str) -> None:
         for recorded in self._recorded:
             recorded(source)
@@ -172,13 +174,12 @@ class Tape(TorchFunctionMode):
 
     def where(self) -> str:
         """The line of the model that is running."""
-        return locate(self.boundary)[0]
+        return locate()[0]
 
     def site(self) -> Site:
         """The running place: the frames from here to the innermost module's call."""
-        ends = (self.boundary, Tape.call_module.__code__)
-        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-        inside = takewhile(lambda frame: frame.f_code not in ends, frames)
+        end = Tape.call_module.__code__
+        inside = takewhile(lambda frame: frame.f_code is not end, frames_of_model(sys._getframe(1)))
         return tuple((frame.f_code, instruction_of(frame)) for frame in inside)
 
     @property
@@ -195,7 +196,8 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         draw = self.draw() if is_random_function(func) else None
         self.begin()
-        result = self._result(func, args, kwargs)
+        with self.inside(), refusals.as_refusals(func):
+            result = real_shapes.run(func, self.fakes.faked(args), self.fakes.faked(kwargs))
         if not tensors_among(result) and not self.fakes.own_any(self.observer.written):
             self.observer.clear()
             return result
@@ -210,11 +212,6 @@ class Tape(TorchFunctionMode):
         kwargs = without_defaults(func, kwargs)
         return self.record(kind, target, target.rpartition(".")[2], args, kwargs, result, draw)
 
-    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func(*args, **kwargs)`` on fakes."""
-        with self.inside(), refusals.as_refusals(func, self.boundary):
-            return real_shapes.run(func, self.fakes.faked(args), self.fakes.faked(kwargs))
-
     def record(
         self,
         kind: Any,
@@ -224,10 +221,11 @@ class Tape(TorchFunctionMode):
         kwargs: dict[str, Any],
         result: Any,
         draw: int | None,
-        observed: ObservedCall | None = None,
+        **facts: Any,
     ) -> Any:
+        """The result for the model's Python; `facts`: further fields of the op."""
         path, module_call = self.stack[-1]
-        source, variable = locate(self.boundary)
+        source, variable = locate()
         self._tell(source)
         try:
             arguments, named = to_arguments(args, kwargs, self.fakes.name, self.fakes.device)
@@ -238,8 +236,8 @@ class Tape(TorchFunctionMode):
             raise
         written = set(self.observer.written)
         self.observer.clear()
-        name = self.names.new(base or target)
-        index = self._results.call_index(path, target)
+        name = self.results.new_name(base or target)
+        index = self.results.call_index(path, target)
         attributes = [attr.fqn for attr in walk((arguments, named), Attr)]
         if kind in ("module", "opaque"):
             attributes += self.table.tensors_of(path)
@@ -257,8 +255,8 @@ class Tape(TorchFunctionMode):
             variable=variable,
             parameters=tuple(f for f, k in kinds.items() if k == "parameter"),
             buffers_read=tuple(f for f, k in kinds.items() if k != "parameter"),
-            buffers_written=written_tensors(self.fakes, written, source),
-            mutates=mutated(self.fakes, written, (arguments, named)),
+            buffers_written=self.fakes.buffers_in(written, source),
+            mutates=self.fakes.values_in(written, (arguments, named)),
             draw=draw,
             region=self.region,
             grad_enabled=torch.is_grad_enabled(),
@@ -266,10 +264,10 @@ class Tape(TorchFunctionMode):
             constructor=(self.table.constructor(path, self.training) or ())
             if kind == "module"
             else (),
-            **(observed.fields_of_op() if observed else {}),
+            **facts,
         )
         self.ops.append(op)
-        return self._results.deliver(op, result, written)
+        return self.results.deliver(op, result, written)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -282,3 +280,12 @@ class Tape(TorchFunctionMode):
             yield
         finally:
             self.within -= 1
+
+
+def _inlined(script: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a scripted function, an optimised graph that detaches, as the source that it means."""
+    warn(
+        f"the TorchScript function {script.name!r} is captured as its Python source, whose "
+        "gradients TorchScript's optimiser rounds differently from the second call on"
+    )
+    return script._torchdynamo_inline(*args, **kwargs)
