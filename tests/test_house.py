@@ -20,10 +20,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile", "passes/__init__.py", "pdcompile/options", "pdcompile/clusters"),
         5_546,
     ),
-    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 4_005),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_664),
-    "trace": (("passes/trace",), 6_574),
-    "costs": (("passes/costs", "passes/profile"), 3_587),
+    "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_991),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_639),
+    "trace": (("passes/trace",), 6_500),
+    "costs": (("passes/costs", "passes/profile"), 3_559),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         9_158,
@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_687,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_423),
-    "verify": (("passes/verify",), 1_522),
+    "verify": (("passes/verify",), 1_515),
     "parts": (("passes/parts", "pdcompile/parts"), 3_966),
     "runtime": (("runtime",), 9_744),
     "checkpoints and state": (
