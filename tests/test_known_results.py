@@ -15,7 +15,7 @@ import pdcompile
 from pdcompile.passes.costs import forecast
 from pdcompile.passes.trace.tape.observer import Observer
 from pdcompile.releases import known_results
-from pdcompile.releases.known_results import KnownResults
+from pdcompile.releases.known_results import known_result
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mm": lambda x, y: x @ y,
@@ -29,6 +29,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "expand": lambda x, y: x[:, :1].expand(6, 5),
     "cat": lambda x, y: torch.cat([x, y], 0),
     "softmax": lambda x, y: torch.softmax(x, -1, dtype=torch.float64),
+    "unsafe view": lambda x, y: torch.ops.aten._unsafe_view(x, (2, 12)),
     "pieces": lambda x, y: x.chunk(2),
     "in place": lambda x, y: x.clone().add_(y[0]),
     "index": lambda x, y: x[torch.zeros(3, dtype=torch.long)],
@@ -73,7 +74,13 @@ def test_a_known_result_is_like_the_one_of_the_op(name: str, requires_grad: bool
             assert _form(call(*given), given) == expected
 
 
-def _asked(calls: Callable[[KnownResults, Tensor], Any]) -> list[str]:
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests of this process have asked for is asked for again."""
+    monkeypatch.setattr(known_results, "_KNOWN", {})
+
+
+def _asked(calls: Callable[[Tensor], Any]) -> list[str]:
     """The ops that reach the fake mode."""
     reached: list[str] = []
 
@@ -85,20 +92,20 @@ def _asked(calls: Callable[[KnownResults, Tensor], Any]) -> list[str]:
     with Mode():
         x = torch.empty(3, 4)
         reached.clear()
-        calls(KnownResults(), x)
+        calls(x)
     return reached
 
 
 def test_equal_forms_are_asked_for_once_and_others_again() -> None:
     add = torch.ops.aten.add.Tensor
 
-    def calls(known: KnownResults, x: Tensor) -> None:
-        first, second = (known.result(add, (x, 1), {}) for _ in range(2))
+    def calls(x: Tensor) -> None:
+        first, second = (known_result(add, (x, 1), {}) for _ in range(2))
         assert isinstance(second, FakeTensor)
         assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
-        known.result(add, (x, 1.0), {})  # equal to 1, but of another type
-        known.result(add, (x, True), {})
-        known.result(add, (x, 1), {"alpha": 2})
+        known_result(add, (x, 1.0), {})  # equal to 1, but of another type
+        known_result(add, (x, True), {})
+        known_result(add, (x, 1), {"alpha": 2})
 
     assert _asked(calls) == ["aten::add.Tensor"] * 4
 
@@ -117,11 +124,11 @@ def test_a_result_with_values_is_not_known() -> None:
     """Fake tensors of constants carry their values, on which the next result may depend."""
     mul = torch.ops.aten.mul.Tensor
 
-    def calls(known: KnownResults, x: Tensor) -> None:
+    def calls(x: Tensor) -> None:
         for _ in range(2):
             constant = torch.tensor(2.0)
             assert constant.constant is not None
-            assert known.result(mul, (constant, 3.0), {}).constant is not None
+            assert known_result(mul, (constant, 3.0), {}).constant is not None
 
     assert _asked(calls).count("aten::mul.Tensor") == 2
 
@@ -158,7 +165,7 @@ def test_rehearsals_are_the_same_without_known_results(monkeypatch: pytest.Monke
 
     def held() -> Any:
         monkeypatch.setattr(sys.modules[forecast.__module__], "_cache", {})
-        monkeypatch.setattr("pdcompile.passes.costs.rehearsal.rehearse._KNOWN", KnownResults())
+        monkeypatch.setattr("pdcompile.releases.known_results._KNOWN", {})
         return forecast(graph, stage_of, 2, 4)
 
     with_known = held()

@@ -1,4 +1,4 @@
-"""KnownResults: results of ATen ops on fake tensors that look like those of an earlier call.
+"""Results of ATen ops on fake tensors that look like those of an earlier call in this process.
 
 A model's layers are alike: most of its ops run on tensors of shapes that the same op has seen, and
 then the form of the result is known.  Fake tensors remember it too, but find it again in more time
@@ -36,6 +36,7 @@ _TAGS = (
     torch.Tag.inplace_view,
     torch.Tag.nondeterministic_seeded,
 )
+_DEVICE = torch.ops.prim.device.default  # half of all dispatched ops
 _BY_STORAGE = frozenset((_ATEN.as_strided.default, _ATEN.lift.default, _ATEN.lift_fresh.default))
 
 
@@ -53,30 +54,28 @@ class _Known:
     views: bool  # whether the result shares the storage of the first argument
 
 
-class KnownResults:
-    """The forms of results, by op and forms of the arguments."""
+_KNOWN: dict[Any, _Known | None] = {}  # by op and forms of its arguments; None: one to ask for
 
-    def __init__(self) -> None:
-        self._known: dict[Any, _Known | None] = {}
 
-    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func(*args, **kwargs)``, to be called below autograd and above the fake mode."""
-        if not _by_form(func) or type(_first(args)) is not FakeTensor:
-            return func(*args, **kwargs)
-        try:
-            form = _forms(args), _forms(tuple(kwargs.items())) if kwargs else ()
-        except _Unlike:
-            return func(*args, **kwargs)
-        key = func, form, torch.get_default_dtype(), torch.is_inference_mode_enabled()
-        known = self._known.get(key, self)
-        if isinstance(known, _Known):
-            return _made(known, args)
-        result = func(*args, **kwargs)
-        if known is self:  # never seen: None is a form that is not known
-            if len(self._known) >= MOST:
-                self._known.clear()
-            self._known[key] = _form_of(func, args, result)
-        return result
+def known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)``, to be called below autograd and above the fake mode."""
+    if func is _DEVICE and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    if not _by_form(func) or type(_first(args)) is not FakeTensor:
+        return func(*args, **kwargs)
+    try:
+        form = _forms(args), _forms(tuple(kwargs.items())) if kwargs else ()
+    except _Unlike:
+        return func(*args, **kwargs)
+    key = func, form, torch.get_default_dtype(), torch.is_inference_mode_enabled()
+    if (known := _KNOWN.get(key)) is not None:
+        return _made(known, args)
+    result = func(*args, **kwargs)
+    if key not in _KNOWN:
+        if len(_KNOWN) >= MOST:
+            _KNOWN.clear()
+        _KNOWN[key] = _form_of(func, args, result)
+    return result
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,8 +138,8 @@ def _form_of(func: Any, args: tuple[Any, ...], result: Any) -> _Known | None:
         return None
     storage = result.untyped_storage()._cdata
     shares = any(each.untyped_storage()._cdata == storage for each in given)
-    # A view is one of the first argument.
-    if shares is not func.is_view or (shares and not (len(given) == 1 and given[0] is args[0])):
+    # A view is one of the first argument, and `_unsafe_view` gives one without saying so.
+    if (func.is_view and not shares) or (shares and not (len(given) == 1 and given[0] is args[0])):
         return None
     known = _Known(
         tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype,

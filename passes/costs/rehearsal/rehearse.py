@@ -41,13 +41,11 @@ from pdcompile.passes.costs.rehearsal.live_storages import LiveStorages
 from pdcompile.passes.costs.stage_ports import Ports, Resident
 from pdcompile.passes.costs.workspaces import HOST, Kernels
 from pdcompile.passes.form.lifetimes import Step
-from pdcompile.releases.known_results import KnownResults
+from pdcompile.releases.known_results import known_result
 from pdcompile.releases.torch_internals import FakeTensorMode, quiet_shape_errors
 
 # Sums and means over a tensor of differences: the scalar keeps the storage of all of them.
 _UNREDUCED = frozenset(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"))
-
-_KNOWN = KnownResults()  # of all stages: most are made of equal layers
 
 
 @dataclass
@@ -161,7 +159,7 @@ class _Meter(LiveStorages):  # type: ignore[no-untyped-call]
         self._results: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _KNOWN.result(func, args, kwargs)
+        return known_result(func, args, kwargs)
 
     def size_of(self, storage: torch.UntypedStorage, func: Any, args: tuple[Any, ...]) -> int:
         size = super().size_of(storage, func, args)

@@ -18,8 +18,8 @@ import torch
 
 from pdcompile.errors import TraceError
 from pdcompile.ir.opaque import tensors_among
-from pdcompile.releases.known_results import KnownResults
-from pdcompile.releases.torch_internals import FakeTensor, TorchDispatchMode
+from pdcompile.releases.known_results import known_result
+from pdcompile.releases.torch_internals import TorchDispatchMode
 from pdcompile.warn import FOLDERS
 
 STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -211,23 +211,15 @@ def _acts(func: Any) -> bool:
     return moves or func._schema.name in _NORMS or effects(func) != (False, ())
 
 
-# Half of all dispatched ops ask for a device, and of the rest these views take longest: fake
-# tensors cache the results of other ops by shape, but not theirs.
-_DEVICE = torch.ops.prim.device.default
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-_VIEW = torch.ops.aten.view.default
-
-
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices which storages the ATen ops below one public call write, and random draws."""
 
-    def __init__(self, known: KnownResults | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.seeded = False
         self.moved = False  # set_, which passes no torch function, gave a tensor another storage
         self.selections: Any = None  # runs ops whose result sizes depend on values
-        self._known = known or KnownResults()
 
     def clear(self) -> None:
         """Resets the observations; called before each public call."""
@@ -237,17 +229,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
-        if func is _UNSAFE_VIEW:
-            func = _VIEW
         kwargs = kwargs or {}
         if _acts(func):
             self.seeded = self.seeded or effects(func)[0]
             self.moved = self.moved or func._overloadpacket is torch.ops.aten.set_
             self.written.update(map(storage_key, written_by(func, args, kwargs)))
         chosen = None if self.selections is None else self.selections.run(func, args, kwargs)
-        return self._known.result(func, args, kwargs) if chosen is None else chosen
+        return known_result(func, args, kwargs) if chosen is None else chosen
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

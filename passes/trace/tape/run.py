@@ -166,7 +166,7 @@ class _Run:
         fakes = FakeTensors(subject.table, self._mode, device, subject.cached_tensors, home)
         fakes.findings, fakes.rewritten = findings, assumed.rewritten
         fakes.unnamed.update(_unregistered(subject.model, subject.loss_fn))
-        self._observer = observer = Observer(subject.known_results)
+        self._observer = observer = Observer()
         self.tape = tape = Tape(subject.table, fakes, observer)
         if sizes is not None:
             observer.selections = Selections(sizes, lambda: tape.path)
