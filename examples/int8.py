@@ -139,11 +139,11 @@ def sample(size: int = 16, length: int = 32) -> Tensor:
     return text.unfold(0, length, 1)[:size].contiguous()
 
 
-def built() -> tuple[nn.Module, Tensor]:
+def built(layers: int = 4) -> tuple[nn.Module, Tensor]:
     """An int8 model and inputs, the same on every rank."""
     torch.manual_seed(0)
     ids = sample()
-    return in_int8(Decoder(), ids), ids
+    return in_int8(Decoder(layers=layers), ids), ids
 
 
 def build() -> pdcompile.Workload:

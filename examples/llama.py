@@ -163,9 +163,9 @@ def build_405b(batch_size: int = 256, context: int = 4096) -> Workload:
     )  # fmt: skip
 
 
-def build_tiny(batch_size: int = 8, context: int = 32) -> Workload:
+def build_tiny(batch_size: int = 8, context: int = 32, layers: int = 4) -> Workload:
     """The same model small enough for a test."""
     return workload(
         batch_size, context,
-        layers=4, width=64, heads=8, kv_heads=2, hidden=160, vocabulary=256,
+        layers=layers, width=64, heads=8, kv_heads=2, hidden=160, vocabulary=256,
     )  # fmt: skip

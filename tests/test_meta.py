@@ -22,6 +22,7 @@ from tests.helpers import models
 from tests.helpers.costed import profile
 
 LLAMA = Path(__file__).parent.parent / "examples" / "llama.py"
+TWO_LAYERS = f"{Path(__file__).parent / 'helpers' / 'few_layers.py'}:build"
 
 
 def test_the_example_has_the_published_sizes() -> None:
@@ -53,7 +54,7 @@ def test_it_is_said_that_ops_and_no_numbers_were_compared(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main([verb, f"{LLAMA}:build_tiny", "--cluster", "1x2", "--costs", "estimated",
+        main([verb, TWO_LAYERS, "--cluster", "1x2", "--costs", "estimated",
               "--time-limit", "1"])  # fmt: skip
     assert not stop.value.code
     said = " ".join(capsys.readouterr().out.split())
@@ -72,7 +73,7 @@ def test_a_model_with_some_memory_is_named_by_what_has_none() -> None:
 
 
 def test_measured_costs_of_what_is_too_large_are_refused_with_the_remedy() -> None:
-    workload = load_target(f"{LLAMA}:build_tiny")
+    workload = load_target(TWO_LAYERS)
     flat = example_call(workload.model, workload.example_inputs)
     graph = capture(workload.model, flat, resolve_batch(flat, 0), None).train
     guessed = profile(graph, workload.model, microbatch_size=8, costs="estimated")
