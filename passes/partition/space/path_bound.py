@@ -111,13 +111,12 @@ class Path:
         upto = table.cumsum(0)  # low up to j
         both = upto.sum(1)[:, None] - upto.cumsum(1)  # and high behind k
         span = both[: self.size + 1, : self.size + 1]
-        free = float(row[(self.low == 0) | (self.high == self.size + 1)].sum())
         alone = np.diagonal(span)
-        best, found = alone.copy(), [0.0, free + float(alone.max(initial=0.0))]
+        best, found = alone.copy(), [0.0, float(alone.max(initial=0.0))]
         later = np.triu(np.ones_like(span), 1) > 0
         while len(found) <= self.size and found[-1] > found[-2] * (1 + 1e-9):
             best = np.where(later, best[:, None] + alone[None, :] - span, 0.0).max(0)
-            found.append(max(found[-1], free + float(best.max(initial=0.0))))
+            found.append(max(found[-1], float(best.max(initial=0.0))))
         return np.array(found)
 
     def _table(self, row: Sequence[float] | Array) -> Array:
