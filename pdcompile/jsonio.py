@@ -24,6 +24,7 @@ MAX_DEPTH = 64
 #: metadata of a dataclass field that is written without defaults, its rows on one line each
 COMPACT = {"compact": True}
 _PLAIN = frozenset((str, int, float, bool, type(None)))  # written as it is
+_written = json.JSONEncoder(allow_nan=False).encode  # json.dumps makes an encoder for each call
 T = TypeVar("T")
 
 
@@ -175,7 +176,7 @@ def _check_tree(data: Any) -> None:
             stack += [(item, depth + 1) for item in part]
         elif isinstance(part, int) and not -(2**63) < part < 2**63:
             raise _Refused(f"number {str(part)[:40]} has more than 63 bits")
-        elif isinstance(part, str) and any("\ud800" <= letter <= "\udfff" for letter in part):
+        elif isinstance(part, str) and re.search("[\ud800-\udfff]", part):
             raise _Refused(f"text {_short(part)} holds half a surrogate pair")
 
 
@@ -257,14 +258,14 @@ def _short(data: Any) -> str:
 def _dump(value: Any, indent: int) -> str:
     inner = " " * (indent + 1)
     if isinstance(value, dict) and value and not isinstance(value, _Row):
-        rows = [f"{json.dumps(k)}: {_dump(v, indent + 1)}" for k, v in value.items()]
+        rows = [f"{_written(k)}: {_dump(v, indent + 1)}" for k, v in value.items()]
         return "{\n" + ",\n".join(inner + row for row in rows) + "\n" + " " * indent + "}"
     if not isinstance(value, list) or not value:
-        return json.dumps(value, allow_nan=False)
+        return _written(value)
     if any(isinstance(item, dict | list) for item in value):
         rows = [_dump(item, indent + 1) for item in value]
         return "[\n" + ",\n".join(inner + row for row in rows) + "\n" + " " * indent + "]"
-    words = [json.dumps(item, allow_nan=False) for item in value]
+    words = list(map(_written, value))
     if len(line := "[" + ", ".join(words) + "]") + indent <= 80:
         return line
     lines = [inner]
@@ -272,5 +273,4 @@ def _dump(value: Any, indent: int) -> str:
         if len(lines[-1]) + len(word) > 95 and lines[-1].strip():
             lines.append(inner)
         lines[-1] += word + ", "
-    body = "\n".join(line.rstrip() for line in lines).rstrip(",")
-    return "[\n" + body + "\n" + " " * indent + "]"
+    return "[\n" + "\n".join(map(str.rstrip, lines)).rstrip(",") + "\n" + " " * indent + "]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def write_capture(found: Capture, path: Path, plan: Plan, target: str) -> str:
         document = _Document(
             SCHEMA, made_with(), _prints(plan, found.train), target, _files(), train, evaluation
         )  # fmt: skip
-        write_whole(path, msgspec.json.encode(asdict(document)))
+        write_whole(path, msgspec.json.encode(document))
     return ""
 
 
