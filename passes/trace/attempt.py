@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdcompile.batch import FlatCall
 from pdcompile.errors import TraceError
@@ -30,9 +30,8 @@ from pdcompile.passes.trace.batch_sizes import (
     usual_sizes,
 )
 from pdcompile.passes.trace.call_order import Kind, check_order
-from pdcompile.passes.trace.interceptors.value_reads import GoesOn
 from pdcompile.passes.trace.opaque.opaque_modules import adds_little, enlarged
-from pdcompile.passes.trace.refusals import ForwardRaised, SizeByValues
+from pdcompile.passes.trace.refusals import Ended, ForwardRaised, SizeByValues
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.run import Recording, record
 from pdcompile.passes.trace.tape.tape import Tape
@@ -112,9 +111,8 @@ class Attempts:
         numbers = {fqn for each in self.recordings for fqn in each.findings.constants}
         return Capture(train, evaluation, self._reads.places, tuple(sorted(numbers)))
 
-    def _recorded(self, training: bool, size: int, *, settle: bool = True) -> Recording:
-        call = self._subject.call(size)
-        return recorded(self._subject, call, self.assumed, training, settle=settle)
+    def _recorded(self, training: bool, size: int, **how: Any) -> Recording:
+        return recorded(self._subject, self._subject.call(size), self.assumed, training, **how)
 
     def _kinds(self, graph: OpGraph) -> list[Kind]:
         """The calls that may follow one another: in each mode with the usual size and another."""
@@ -126,11 +124,15 @@ class Attempts:
             found += [(mode, size) for size in (self._size, *others[:1])]
         return found
 
-    def _recording(self, training: bool, size: int) -> Recording:
+    def _recording(self, training: bool, size: int, like: Recording | None = None) -> Recording:
+        """A recording; one that is to be `like` another ends where it differs."""
         kind = training, size
         if kind not in self._recordings:
             try:
-                self._recordings[kind] = self._recorded(training, size)
+                self._recordings[kind] = self._recorded(training, size, like=like)
+            except Ended as ended:
+                assert like is not None
+                self._recordings[kind] = replace(like, graph=replace(like.graph, ops=ended.args[0]))
             except ForwardRaised as error:
                 if size == self._size:
                     raise
@@ -168,7 +170,7 @@ class Attempts:
                 if not self._splits:
                     return graph
                 if len(sizes) > 2 or graph.sizes.smallest < min(sizes):
-                    one = partial(self._recording, training)
+                    one = partial(self._recording, training, like=first)
                     return replace(graph, sizes=narrowed(one, sizes, graph.sizes))
             except TraceError as error:
                 failure = error
@@ -182,26 +184,25 @@ class Attempts:
         twice = sizes[0] == sizes[1]
         second = (self._recorded if twice else self._recording)(training, sizes[1])
         SizeMerge(sizes[:2]).ops([first.graph.ops, second.graph.ops])  # before more is recorded
-        further = [self._recording(training, size) for size in sizes[2:]]
-        recordings = [first, second, *further]
+        recordings = [first, second, *(self._recording(training, size) for size in sizes[2:])]
         graph = assemble(recordings, sizes, training=training)
         if twice:
             return graph
-        ranged = size_range(lambda size: self._recording(training, size), recordings, sizes)
-        return replace(graph, sizes=ranged)
+        further = partial(self._recording, training, like=first)
+        return replace(graph, sizes=size_range(further, recordings, sizes))
 
 
 def recorded(
-    subject: Subject, call: FlatCall, assumed: Assumptions, training: bool, *, settle: bool = True
+    subject: Subject, call: FlatCall, assumed: Assumptions, training: bool, **how: Any
 ) -> Recording:
-    """One recording under assumptions.
+    """One recording under assumptions; `how`: see `record`.
 
     Raises:
         Refuted: the model is not as assumed.
         TraceError: it cannot be recorded under any assumptions.
     """
     try:
-        return record(subject, call, assumed, training=training, settle=settle)
+        return record(subject, call, assumed, training=training, **how)
     except Undecided as read:
         expected = _tried(subject, call, assumed, training, read)
         raise Refuted(replace(assumed, reads={**assumed.reads, read.site: expected})) from None
@@ -230,7 +231,7 @@ def _tried(
             text = _raised_on_purpose(error)
             if trial.begun and text is not None:
                 raised[value] = text
-        except (TraceError, GoesOn, Refuted):
+        except (TraceError, Ended, Refuted):
             continue
     if len(raised) != 1:
         return None

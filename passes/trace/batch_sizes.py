@@ -50,16 +50,12 @@ class SizeMerge:
 
     def ops(self, captures: Sequence[tuple[Op, ...]]) -> tuple[Op, ...]:
         """The merged ops; raises TraceError at the first one that differs between sizes."""
-        for ops in zip(*captures, strict=False):
-            first = ops[0]
-            for other, size in zip(ops[1:], self.sizes[1:], strict=True):
-                same = (other.kind, other.target) == (first.kind, first.target)
-                if not same or other.name != first.name:
+        for first, *others in zip(*captures, strict=False):
+            for other, size in zip(others, self.sizes[1:], strict=True):
+                if (other.kind, other.target, other.name) != (first.kind, first.target, first.name):
                     raise self._diverged(first, other, size)
-        lengths = [len(ops) for ops in captures]
-        if len(set(lengths)) > 1:
-            longest = max(captures, key=len)
-            raise self._diverged(longest[min(lengths)], None, self.sizes[0])
+        if beyond := max(captures, key=len)[min(map(len, captures)) :]:
+            raise self._diverged(beyond[0], None, self.sizes[0])
         return tuple(
             self._merged(_whole(ops), f"operator {ops[0].name} ({ops[0].target})", ops[0])
             for ops in zip(*captures, strict=True)

@@ -22,6 +22,10 @@ class SizeByValues(TraceError):
     """The size of a result depends on values."""
 
 
+class Ended(BaseException):
+    """Ends a run, of which enough is known.  Not an Exception: forward must not catch it."""
+
+
 class ForwardRaised(TraceError):
     """The model's own Python raised, which is the cause of this error."""
 

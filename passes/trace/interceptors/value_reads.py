@@ -43,10 +43,6 @@ _BRANCHES = frozenset(("__bool__", "is_nonzero"))
 _NUMBERS = frozenset(("item", "__int__", "__index__", "__float__"))
 
 
-class GoesOn(BaseException):
-    """The model did not raise soon after a read.  Not an Exception: forward must not catch it."""
-
-
 class ValueReads(Interceptor):
     """Answers reads of values where these are known, and refuses other calls of `REFUSED`.
 
@@ -65,7 +61,7 @@ class ValueReads(Interceptor):
         if trial is not None and trial.begun:
             trial.ops += 1
             if trial.ops > MAX_OPS:
-                raise GoesOn
+                raise refusals.Ended
 
     def call(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         tape, name = self.tape, str(getattr(func, "__name__", ""))
@@ -82,9 +78,10 @@ class ValueReads(Interceptor):
         branches = name in _BRANCHES or (name == "item" and args[0].dtype is torch.bool)
         trial = tape.assumed.trial
         if trial is not None and trial.begun:
-            if name in _NUMBERS and not branches:
-                return _some_number(name, args[0].dtype)  # for the text of an error
-            raise GoesOn
+            if name in _NUMBERS and not branches:  # some number for the text of an error
+                real = name == "item" and args[0].dtype.is_floating_point
+                return 0.0 if real or name == "__float__" else 0
+            raise refusals.Ended
         if name in _NUMBERS and not branches and not kwargs:
             return self._number(func, args[0], error)
         if branches and not kwargs:
@@ -171,11 +168,6 @@ def _may_be_opaque(tape: Tape) -> bool:
 def _file_and_line(where: str | None) -> str:
     """A place without its folders, for the message of a check."""
     return (where or "forward").replace("\\", "/").rpartition("/")[2]
-
-
-def _some_number(name: str, dtype: torch.dtype) -> Any:
-    whole = name in ("__int__", "__index__") or not dtype.is_floating_point
-    return 0 if whole and name != "__float__" else 0.0
 
 
 def _check(tape: Tape, value: torch.Tensor | Ref, message: str, *, holds: bool = True) -> None:

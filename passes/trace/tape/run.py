@@ -78,16 +78,19 @@ def record(
     *,
     training: bool,
     settle: bool = True,
+    like: Recording | None = None,
 ) -> Recording:
     """Records the model on fake tensors, in as many runs as sizes that depend on values need.
 
     Opaque modules become one op each; for them the model also runs on real tensors.  Without
     `settle` the model stays as the run left it, in its present mode; else it is restored.  A run
     after another one, which only has to be the same computation, is made at the usual sizes alone.
+    `like`: a recording whose ops this one has to have.
 
     Raises:
         TraceError: the run cannot be recorded faithfully, or the model itself failed.
         Refuted, Undecided, SizeByValues, OutsideDraw: these assumptions do not hold.
+        Ended: with the ops until the first that is not `like` the other's.
     """
     observed = probe(subject, call, assumed.opaque, training=training) if assumed.opaque else {}
 
@@ -97,6 +100,8 @@ def record(
         def once(sizes: Policy | None = None) -> Recording:
             one = _Run(subject, call, assumed, sizes, findings)
             one.tape.opaque = observed
+            if like is not None:
+                one.tape.like = {(n, op.kind, op.target) for n, op in enumerate(like.graph.ops, 1)}
             with subject.global_state.as_before():
                 return one.recording()
 

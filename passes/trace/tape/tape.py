@@ -68,6 +68,7 @@ class Tape(TorchFunctionMode):
         self.failed: str | None = None  # the innermost module that an error came from
         # Given for this run.
         self.assumed = Assumptions()
+        self.like: set[tuple[int, str, str]] | None = None  # number, kind, target of the only ops
         self.opaque: Mapping[CallKey, ObservedCall] = {}  # as a real run showed them
         # Found in this run.
         self.handed_out: TraceError | None = None  # refusal of a `DrawnArray` that Python got
@@ -267,6 +268,8 @@ class Tape(TorchFunctionMode):
             **facts,
         )
         self.ops.append(op)
+        if self.like is not None and (len(self.ops), op.kind, op.target) not in self.like:
+            raise refusals.Ended(tuple(self.ops))
         return self.results.deliver(op, result, written)
 
     @contextmanager
