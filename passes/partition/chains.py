@@ -78,22 +78,22 @@ class Chains:
     def solve(self, most: float = np.inf) -> float:
         """The least bound of all chains; infinite when there is none.
 
-        `most`: no stage costs more, and the best chain is then the one of the least squares.
+        `most`: no stage costs more; after a time without it.  The best chain has the least squares.
 
         Raises:
             OutOfTimeError: the budget ended first.
         """
         full = np.full(self.size, np.inf)
         full[-1] = 0.0
-        self.rest = {(0, 0): full}
-        self.squares, self.choices = dict(self.rest), {}
+        self.squares, self.choices = {(0, 0): full}, {}
+        if most == np.inf:
+            self.rest = dict(self.squares)
         for left in range(1, self.stages + 1) if self.stages else (0,):
             for u in range(1, self.ranks + 1):
                 if self.budget is not None and self.budget.late:
                     raise OutOfTimeError
                 self._extend((left, u), most)
-        found = self.rest.get(self._start)
-        return np.inf if found is None else float(found[0])
+        return float(self.rest.get(self._start, np.full(1, np.inf))[0])
 
     def _extend(self, key: Key, most: float) -> None:
         every, scores = np.arange(self.size), np.full(self.size, np.inf)
@@ -101,11 +101,11 @@ class Chains:
             cost, load = self.costs(*key, option, ALL)
             if most < np.inf:
                 load = np.where(cost <= most, load, np.inf)
-            bound = np.maximum(cost, self.rest[behind][None, :])
-            squares = self.joined(key, option, load, self.squares[behind][None, :])
-            self.rest[key] = np.minimum(self.rest.get(key, np.inf), bound.min(1))
+            table = squares = self.joined(key, option, load, self.squares[behind][None, :])
+            if most == np.inf:
+                table = np.maximum(cost, self.rest[behind][None, :])
+                self.rest[key] = np.minimum(self.rest.get(key, np.inf), table.min(1))
             self.squares[key] = np.minimum(self.squares.get(key, np.inf), squares.min(1))
-            table = bound if most == np.inf else squares
             ends = table.argmin(1)
             better = table[every, ends] < scores
             scores = np.where(better, table[every, ends], scores)

@@ -117,8 +117,8 @@ def likely_chain(
         due = each * turn.due
         found = busy - due
         if turn.waits:
-            found = found + np.maximum(0.0, turn.messages + behind + due * (1 - turn.fewer))
-        return np.where((found <= 0) & (behind < np.inf), found, np.inf)
+            found += np.maximum(0.0, turn.messages + behind + due * (1 - turn.fewer))
+        return np.where(found <= np.where(behind < np.inf, 0.0, -np.inf), found, np.inf)
 
     def within(seconds: float) -> tuple[Piece, ...] | None:
         nonlocal each
