@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from pdcompile.batch import BatchLayout, OmittedOutput, concatenate, unflatten_output
+from pdcompile.batch import OmittedOutput, concatenate, unflatten_output
 from pdcompile.batch.omitted_output import dropped
 from pdcompile.batch.step_result import LazyLoss, StepResult
 from pdcompile.hardware import devices
 from pdcompile.ir.execution import Lookup, materialise
-from pdcompile.ir.graph import Attr, LeftOut, OpGraph, Ref, named_leaves
+from pdcompile.ir.graph import Affine, Attr, LeftOut, OpGraph, Ref, named_leaves
 from pdcompile.ir.stage_interface import Port
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.stage.compute import Feed, expected
@@ -58,8 +58,33 @@ def result_of(session: Session, graph: OpGraph, feeds: list[Feed], loss: Any) ->
         return StepResult(lazy, partial(_none, session, training=training))
 
     def outputs() -> Any:
+        """The minibatch's output as the model makes it; its loss takes the place of the losses."""
         total = None if lazy is None else lazy.wait()
-        return join(graph, made, compiled.layout, total, session.state.tensors)
+        placed, tensors = list(named_leaves(graph.output)), session.state.tensors
+        device = next((tensor.device for tensor in tensors.values()), devices.HOST)
+        own = {part.fqn: tensors[part.fqn].detach() for _, part in placed if isinstance(part, Attr)}
+        parts = []
+        for i, size in enumerate(made.sizes):
+            # Nothing is there where the model returns no tensors of its own.
+            values, lookup = made.outputs.get(i, {}), Lookup(nn.Module(), size, device, own)
+            leaves = [
+                OmittedOutput(place)
+                if isinstance(part, LeftOut)
+                else materialise(part, values, lookup)
+                for place, part in placed
+            ]
+            parts.append(unflatten_output(leaves, graph.output_spec))
+        refs = {i: part.name for i, (_, part) in enumerate(placed) if isinstance(part, Ref)}
+        sample_dims = {
+            i: [dim for dim, n in enumerate(graph.values[name].shape) if n == Affine(1)]
+            for i, name in refs.items()
+            if not graph.sizes.is_one  # else nothing tells them from other sizes
+        }
+        place = next((i for i, name in refs.items() if name == graph.loss), None)
+        return concatenate(
+            parts, made.sizes, loss=total, loss_leaf=place,
+            batch_dim=compiled.layout.usual_dim, sample_dims=sample_dims,
+        )  # fmt: skip
 
     return StepResult(lazy, outputs)
 
@@ -92,30 +117,3 @@ def share(
         feed.outputs = {
             i: {port.value: found[item, i] for item, port in items} for i in range(len(feed.sizes))
         }
-
-
-def join(
-    graph: OpGraph, feed: Feed, layout: BatchLayout, loss: Tensor | None,
-    tensors: Mapping[str, Tensor],
-) -> Any:  # fmt: skip
-    """The minibatch's output as the model makes it; its loss takes the place of the losses.
-
-    `tensors` are the model's own, for an output that is one of them.
-    """
-    placed, spec = list(named_leaves(graph.output)), graph.output_spec
-    device = next((tensor.device for tensor in tensors.values()), devices.HOST)
-    own = {part.fqn: tensors[part.fqn].detach() for _, part in placed if isinstance(part, Attr)}
-
-    def leaf(place: str, part: Any, values: Mapping[str, Tensor], size: int) -> Any:
-        if isinstance(part, LeftOut):
-            return OmittedOutput(place)
-        return materialise(part, values, Lookup(nn.Module(), size, device, own))
-
-    outputs = [
-        # Nothing is there where the model returns no tensors of its own.
-        unflatten_output([leaf(*one, feed.outputs.get(i, {}), n) for one in placed], spec)
-        for i, n in enumerate(feed.sizes)
-    ]
-    names = [part.name if isinstance(part, Ref) else None for _, part in placed]
-    place = names.index(graph.loss) if loss is not None and graph.loss in names else None
-    return concatenate(outputs, feed.sizes, loss=loss, loss_leaf=place, batch_dim=layout.usual_dim)

@@ -102,6 +102,30 @@ def test_outputs_are_the_models_own() -> None:
     pipe.close()
 
 
+class Layers(nn.Module):
+    """Returns what its two layers made, and a number of each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = self.first(x)
+        last = self.last(first)
+        states = torch.stack([first, last])
+        return last, states, states.amax((1, 2))
+
+
+def test_layers_are_no_samples_where_there_are_as_many_in_a_microbatch() -> None:
+    model, x = Layers(), torch.randn(8, 4)
+    with pdcompile.compile(
+        model, x, schedule="forward", microbatches=4, cluster="local:2", costs="estimated"
+    ) as pipe:
+        _, states, largest = pipe.predict(x)
+    torch.testing.assert_close(states, model(x)[1])
+    torch.testing.assert_close(largest, torch.stack([model(part)[2] for part in x.split(2)]))
+
+
 def test_leaving_with_microbatches_in_flight_warns() -> None:
     pipe, _, model = pair(models.mlp(), "2bw", 3)
     train(pipe, model, [8])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -129,6 +130,7 @@ def concatenate(
     loss: Tensor | None = None,
     loss_leaf: int | None = None,
     batch_dim: int = 0,
+    sample_dims: Mapping[int, Collection[int]] = MappingProxyType({}),
 ) -> Any:
     """Joins the outputs of the microbatches into the minibatch's output.
 
@@ -137,6 +139,7 @@ def concatenate(
         sizes: samples of each microbatch.
         loss: the minibatch's loss, which takes the place of leaf number `loss_leaf`.
         batch_dim: the dimension to try first when looking for the one that counts samples.
+        sample_dims: those that count samples, by leaf: two layers do not where there are two.
 
     Tensors are concatenated along the dimension whose size is the microbatch's in every
     microbatch (`batch_dim`, else the first that fits); tensors without one (scalars, auxiliary
@@ -162,13 +165,21 @@ def concatenate(
         elif len(parts) == 1 or not all(isinstance(part, Tensor) for part in parts):
             joined.append(parts[0])
         else:
-            joined.append(_join(number, parts, _sample_dim(parts, sizes, batch_dim)))
+            dims = sample_dims.get(number, range(parts[0].ndim))
+            joined.append(_join(number, parts, sizes, batch_dim, dims))
     return unflatten_output(joined, tree)
 
 
-def _join(number: int, parts: Sequence[Tensor], dim: int | None) -> Tensor:
-    if dim is not None:
-        return torch.cat(list(parts), dim)
+def _join(
+    number: int, parts: Sequence[Tensor], sizes: Sequence[int], first: int, dims: Collection[int]
+) -> Tensor:
+    shape = parts[0].shape
+    for dim in sorted(dims, key=lambda dim: dim != min(first, len(shape) - 1)):
+        if all(
+            part.shape == (*shape[:dim], n, *shape[dim + 1 :])
+            for part, n in zip(parts, sizes, strict=True)
+        ):
+            return torch.cat(list(parts), dim)
     if len({part.shape for part in parts}) > 1:
         shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
         raise InputError(
@@ -178,18 +189,6 @@ def _join(number: int, parts: Sequence[Tensor], dim: int | None) -> Tensor:
             "number of microbatches divides",
         )
     return torch.stack(list(parts))
-
-
-def _sample_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> int | None:
-    ndim, shape = parts[0].ndim, parts[0].shape
-    candidates: tuple[int, ...] = (min(first, ndim - 1), *range(ndim)) if ndim else ()
-    for dim in candidates:
-        if all(
-            part.shape == (*shape[:dim], n, *shape[dim + 1 :])
-            for part, n in zip(parts, sizes, strict=True)
-        ):
-            return dim
-    return None
 
 
 def take_cyclically(leaf: Tensor, dim: int, size: int) -> Tensor:

@@ -130,6 +130,13 @@ def test_the_batch_dimension_of_the_inputs_is_tried_first() -> None:
     assert concatenate(parts, [2, 2], batch_dim=1).shape == (2, 4, 1)
 
 
+def test_a_size_that_happens_to_be_the_microbatches_counts_no_samples() -> None:
+    parts = [(torch.zeros(2, 2, 1), torch.zeros(2)), (torch.ones(2, 2, 1), torch.ones(2))]
+    layers, statistic = concatenate(parts, [2, 2], sample_dims={0: [1], 1: []})
+    assert layers.shape == (2, 4, 1)
+    assert statistic.tolist() == [[0, 0], [1, 1]]
+
+
 def test_unlike_structures_are_refused() -> None:
     with pytest.raises(InputError, match="microbatch 1 returned another structure"):
         concatenate([(rows(1), rows(1)), (rows(1),)], [1, 1])
