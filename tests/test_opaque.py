@@ -260,6 +260,25 @@ def test_results_of_other_classes_that_share_memory_and_transforms_inside() -> N
     assert view.storage == found.train.values[linear].storage
 
 
+class Ensemble(nn.Module):
+    """Runs one module with the weights of several at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        every = [dict(member.named_parameters()) for member in self.members]
+        stacked = {name: torch.stack([each[name] for each in every]) for name in every[0]}
+        call = partial(torch.func.functional_call, self.members[0])
+        return torch.vmap(lambda weights: call(weights, (x,)))(stacked).mean(0)
+
+
+def test_weights_that_a_transform_gives_to_a_module_make_its_caller_opaque() -> None:
+    model = make(lambda self, x: self.lin(self.part(x)), part=Ensemble())
+    assert [op.module_path for op in faithful(model).train.ops if op.opaque] == ["part"]
+
+
 class Balances(nn.Module):
     """An expert that leaves a loss of its own, with a gradient, in several ways."""
 

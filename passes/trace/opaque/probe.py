@@ -376,12 +376,12 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _watched(self, plain: Any, module: nn.Module, key: CallKey, args: Any, kwargs: Any) -> Any:
         inputs = tensors_among((args, kwargs))
-        if any(map(is_functorch_wrapped_tensor, inputs)):
+        own = dict(module.named_buffers(prefix=key[0]))
+        if any(map(is_functorch_wrapped_tensor, (*inputs, *own.values(), *module.parameters()))):
             inside = refusals.error(refusals.TRANSFORM, key[0], locate()[0])
-            inside.module_path = key[0]  # its caller is opaque instead
+            inside.module_path = key[0]  # its caller is opaque instead, and may lend it weights
             raise inside
         before = [tensor.detach().clone() for tensor in inputs]
-        own = dict(module.named_buffers(prefix=key[0]))
         buffers = {fqn: buffer.clone() for fqn, buffer in own.items()}
         self._clear()
         self._own = _keys(inputs)
