@@ -100,7 +100,7 @@ def record(
         def once(sizes: Policy | None = None) -> Recording:
             one = _Run(subject, call, assumed, sizes, findings)
             one.tape.opaque = observed
-            if like is not None:
+            if like is not None and sizes is None:  # else several runs tell what it depends on
                 one.tape.like = {(n, op.kind, op.target) for n, op in enumerate(like.graph.ops, 1)}
             with subject.global_state.as_before():
                 return one.recording()
