@@ -398,3 +398,9 @@ def test_a_dict_that_forward_takes_whole_goes_into_a_tuple() -> None:
         example_call(Whole(), batch)
     assert "takes it as its 'batch', give it in a tuple, (batch,)" in str(caught.value.remedy)
     assert example_call(Whole(), (batch,)).leaves
+
+
+def test_a_scripted_model_is_refused_by_name() -> None:
+    pipe = pdcompile.compile(torch.jit.script(nn.Linear(4, 4)), loss_fn=F.mse_loss)
+    with pytest.raises(TraceError, match="TorchScript"):
+        pipe.prepare(torch.randn(4, 4), target=torch.randn(4, 4))

@@ -153,8 +153,9 @@ def test_the_loss_is_on_the_last_stage_and_takes_outputs_and_targets():
 def test_a_loss_that_reads_inside_the_model_is_refused():
     ops = [op("a", "x"), op("c", "a"), op("ce", "a", region="loss")]
     capture = both(graph(ops, output=Ref("c"), loss="ce"))
-    with pytest.raises(PlanError, match="which the model does not return"):
+    with pytest.raises(PlanError, match="which the model does not return") as refused:
         staged(capture, cut(capture, [1]))
+    assert "write into clones" in str(refused.value.remedy)  # in place it makes another value
 
 
 def test_draws_list_every_call_of_a_random_leaf_on_its_stage():

@@ -364,3 +364,21 @@ def test_a_loss_with_parameters_belongs_into_the_model() -> None:
     with pytest.raises(TraceError, match=r"^loss_fn uses a tensor of shape \(8,\)") as refused:
         captured(make(lambda self, x: self.lin(x)), loss_fn=loss, target=rows())
     assert "let the model hold" in str(refused.value.remedy)
+
+
+class Counted(nn.Module):
+    """A loss with a buffer that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return (out - target).square().mean() + self.calls
+
+
+def test_a_loss_that_writes_its_buffer_belongs_into_the_model() -> None:
+    with pytest.raises(TraceError, match=r"^loss_fn writes .* loss_fn\.calls in place") as refused:
+        captured(make(lambda self, x: self.lin(x)), loss_fn=Counted(), target=rows())
+    assert "let the model hold" in str(refused.value.remedy)

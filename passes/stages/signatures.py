@@ -114,7 +114,7 @@ def _loss_inputs(mode: Mode, k: int, results: list[str]) -> list[str]:
         raise PlanError(
             f"the loss reads {sorted(strange)}, which the model does not return",
             where=ops[0].source,
-            remedy="return from forward what loss_fn needs",
+            remedy="return from forward what loss_fn reads; it may write into clones of that alone",
         )
     return found
 

@@ -254,7 +254,7 @@ def tell_of_loss(refusal: TraceError) -> None:
     refusal.remedy = (refusal.remedy or "").removesuffix(APART) or None
     if refusal.message.endswith(("(item)", "(__float__)")):
         refusal.remedy = LOSS_AS_TENSOR
-    elif refusal.message.endswith(NO_PARAMETER):
+    elif refusal.message.endswith(NO_PARAMETER) or "writes the unregistered" in refusal.message:
         refusal.remedy = LOSS_WITH_PARAMETERS
 
 

@@ -119,10 +119,10 @@ def split_before(model: nn.Module, options: Options) -> dict[str, Held]:
     Raises:
         ConfigError: it is open, and has to keep its values; or nobody knows where they are.
     """
-    found = {}
+    found, modules = {}, dict(model.named_modules(remove_duplicate=False))
     for fqn, slot in slots(model).items():
         path, _, leaf = slot.names[0].rpartition(".")
-        if one := _held.get(model.get_submodule(path), {}).get(leaf):
+        if one := _held.get(modules[path], {}).get(leaf):
             found[fqn] = one
     hooked = _refusals(model)
     what = "split this model over several ranks, and each has only its own stages' parameters"
