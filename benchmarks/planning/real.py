@@ -140,7 +140,7 @@ def tables() -> tuple[Table, Table]:
 def run() -> list[Table]:
     warnings.simplefilter("ignore")
     table, tight = tables()
-    gaps, tight_gaps, later = [], [], []
+    gaps, steady_gaps, tight_gaps, later = [], [], [], []
     for name, build, tokens in models():
         with torch.device("meta"):
             model = build().train()
@@ -155,6 +155,8 @@ def run() -> list[Table]:
             fastest = chosen if fastest is None else fastest
             gap = replace(certificate, objective_seconds=fastest).gap
             gaps.append(100 * gap)
+            if microbatches >= stages:
+                steady_gaps.append(100 * gap)
             table.add(
                 name, len(problem.items), stages, microbatches, fastest, percent(gap),
                 percent(chosen / fastest - 1), f"{certificate.seconds:.1f}",
@@ -166,8 +168,9 @@ def run() -> list[Table]:
         for share, problem in problems:
             try:
                 found, certificate = partition(problem, time_limit=TIME_LIMIT)
-            except InfeasibleError as error:
-                tight.add(name, stages, microbatches, percent(share), None, None, None, str(error))
+            except InfeasibleError:
+                none = (None, None, None, "infeasible")
+                tight.add(name, stages, microbatches, f"{100 * share:.0f} %", *none)
                 continue
             tight_gaps.append(100 * certificate.gap)
             tight.add(
@@ -178,4 +181,5 @@ def run() -> list[Table]:
     for one, values in ((table, gaps), (tight, tight_gaps)):
         median, most = statistics.median(values), max(values)
         one.note(median=median, most=most, over=sum(gap > 5 for gap in values))
+    table.note(steady_median=statistics.median(steady_gaps), steady_most=max(steady_gaps))
     return [table, tight]
