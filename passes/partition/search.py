@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -51,6 +51,8 @@ class Search:
     impossible: bool = False  # proved
     seen: set[tuple[int, ...]] = field(default_factory=set)  # assignments
     cut: AnyCut | None = None
+    #: shares of stages and `far` with which the likely chain was the best so far, see `Trips`
+    ways: list[tuple[Sequence[float], bool]] = field(default_factory=list)
     _line: str = ""
     _known: tuple[float, float] | None = None  # objective and bound at the last news
 
@@ -189,7 +191,7 @@ def cut_by_program(search: Search) -> None:
 
 def run_program(search: Search, segments: Segments, budget: Budget | None) -> None:
     """Offer the plans of dynamic programs; the value of the first is a bound when the ideals are
-    complete, those that are likely the fastest come after it.
+    complete, those that are likely the fastest come after it, after others the best way alone.
 
     Raises:
         OutOfTimeError: `budget` ended first.
@@ -208,11 +210,12 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
     on = Deployment.straight(search.problem)
     shares = () if search.cut is None else tuple(search.cut.shares.tolist())
-    for due, far in dict.fromkeys([((), True), (shares, True), (shares, False)]):
+    for way in dict.fromkeys(search.ways or [((), True), (shares, True), (shares, False)]):
         if search.budget.late and len(segments.ideals) > FIRST:
             return
-        if likely := likely_groups(segments, on, due, far=far, budget=budget):
-            search.offer(likely, segments.model)
+        likely = likely_groups(segments, on, way[0], far=way[1], budget=budget)
+        if likely and search.offer(likely, segments.model):
+            search.ways = [way]
 
 
 def find_any(search: Search) -> None:
