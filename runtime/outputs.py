@@ -67,6 +67,8 @@ def result_of(session: Session, graph: OpGraph, feeds: list[Feed], loss: Any) ->
         for i, size in enumerate(made.sizes):
             # Nothing is there where the model returns no tensors of its own.
             values, lookup = made.outputs.get(i, {}), Lookup(nn.Module(), size, device, own)
+            if training and compiled.overlaps and len(made.sizes) == 1:  # backward is yet to come
+                values = {name: value.clone() for name, value in values.items()}
             leaves = [
                 OmittedOutput(place)
                 if isinstance(part, LeftOut)

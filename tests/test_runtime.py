@@ -102,6 +102,17 @@ def test_outputs_are_the_models_own() -> None:
     pipe.close()
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "stash"])
+def test_outputs_may_be_written_before_the_backward_of_their_minibatch(schedule: str) -> None:
+    pipe, eager, model = pair(models.mlp(), schedule, 3, microbatches=1)
+    for t in range(5):
+        inputs, target = models.batch_for(model, 7, t)
+        ours, theirs = (p.step(inputs, target=target) for p in (pipe, eager))
+        assert float(ours.loss) == float(theirs.loss)
+        ours.outputs.numpy()[:] = 0
+    pipe.close()
+
+
 class Layers(nn.Module):
     """Returns what its two layers made, and a number of each of them."""
 
