@@ -262,8 +262,9 @@ def test_inputs_that_the_model_does_not_take_end_the_comparison_after_one_step(m
     monkeypatch.setattr(model, "forward", picky)
     assert verify(*given).steps == 1
     calls[:] = [torch.zeros(1)]
-    with pytest.raises(VerifyError, match=r"the model itself fails .* rows have to be sorted"):
+    with pytest.raises(VerifyError, match=r"itself fails .* rows have to be sorted") as refused:
         verify(*given)
+    assert "a microbatch of them" in str(refused.value.remedy)
 
 
 @pytest.mark.sample(2)

@@ -151,7 +151,7 @@ def _runs() -> Iterator[None]:
         raise ModelFails(
             f"the model itself fails on these inputs: {type(error).__name__}: {error}",
             where=source_of_traceback(error),
-            remedy="run the model once without pdcompile",
+            remedy="run it once on a microbatch of them; batch_dims= says which inputs are cut",
         ) from error
 
 
