@@ -99,7 +99,7 @@ class Path:
         return np.array(self.model.forward) + backward * np.array(self.model.backward)
 
     def aside(self, lost: int, ranks: int, backward: float = 1.0) -> float:
-        """The most of it that so many of the ranks, which hold nothing of the path, may do."""
+        """The most such seconds that so many ranks, which hold nothing of the path, may work."""
         found = self.hidden(backward)
         return float(found[min(lost, ranks - lost + 1, len(found) - 1)])
 
