@@ -135,7 +135,7 @@ class Worker:
         self._clips_to: float | None = None  # where the user clips what is in .grad now
         self.weights_at: set[int] | None = None  # their memory; None: it may be another now
         self.slots: defaultdict[tuple[int, ...], Slot] = defaultdict(dict)  # by phase, kind, …
-        self._runs: dict[Instruction, Callable[[int], None]] = {}  # of the present wiring
+        self._bound = cache(self._bind)  # of the present wiring
 
     @property
     def held(self) -> dict[int, Worker]:
@@ -160,7 +160,7 @@ class Worker:
             self.feeds[feed.minibatch] = feed
             if feed.wiring is not self.compute.wiring:
                 self.compute.wire(feed.wiring)
-                self._runs.clear()
+                self._bound.cache_clear()
 
     def settle(self, call: int | None = None) -> None:
         """Call `call` begins (None: the last one ended): finish what no program reaches back to.
@@ -186,7 +186,7 @@ class Worker:
         else:
             self.feeds.pop(minibatch, None)
             self.weights.abandon(minibatch)
-        self._runs.clear()
+        self._bound.cache_clear()
         for part in (*self.slots.values(), *(feed.flights for feed in self.feeds.values())):
             part.clear()
         self.norms.abandon()
@@ -201,7 +201,7 @@ class Worker:
         if self.transport is not None:
             return True
         if ins.action.phase is Phase.WAIT_RECV:
-            return self.base + ins.minibatch in Place(self, ins).coming
+            return self.base + ins.minibatch in self._bound(ins).args[2].coming
         if ins.action is Action.WAIT_NORMS:
             return self.norms.ready(self.base + ins.minibatch)
         if self.replicas is not None and ins.action in OF_REPLICAS:
@@ -211,14 +211,13 @@ class Worker:
     def execute(self, ins: Instruction) -> None:
         """Run one instruction; after an error, `current` says which one it was."""
         self.current = ins
-        (self._runs.get(ins) or self._bound(ins))(self.base + ins.minibatch)
+        self._bound(ins)(self.base + ins.minibatch)
         self.current = None
 
-    def _bound(self, ins: Instruction) -> Callable[[int], None]:
+    def _bind(self, ins: Instruction) -> partial[None]:
         """The instruction of any minibatch, with all that is the same for each of them."""
         run = _OF_PHASE.get(ins.action.phase) or _OF_ACTION[ins.action]
-        found = self._runs[ins] = partial(run, self, ins, Place(self, ins))
-        return found
+        return partial(run, self, ins, Place(self, ins))
 
     # -- messages ----------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def test_a_known_result_is_like_the_one_of_the_op(name: str, requires_grad: bool
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests of this process have asked for is asked for again."""
+    """Empty the store: what other tests of this process asked for is asked for again."""
     monkeypatch.setattr(known_results, "_KNOWN", {})
 
 

@@ -183,7 +183,7 @@ def critical(plan: Evaluation) -> tuple[Path, float]:
 def boundaries(
     plan: Evaluation, breaks: Breaks | None = None, uses: Sequence[StageUse] = ()
 ) -> tuple[Boundary, ...]:
-    """For each boundary its neighbouring cuts, see `passes.partition.model.moves`.
+    """Neighbouring cuts of each boundary, after the moves of `passes.partition.model`.
 
     As many are measured as `WORK` allows, those first that leave the two stages' loads lowest,
     so large problems get fewer looks and the answer does not depend on the clock.  Where that is

@@ -78,7 +78,7 @@ class Chains:
     def solve(self, most: float = np.inf) -> float:
         """The least bound of all chains; infinite when there is none.
 
-        `most`: no stage costs more; after a time without it.  The best chain has the least squares.
+        `most`, after `solve()`: no stage costs more, and of the best chain the squares are least.
 
         Raises:
             OutOfTimeError: the budget ended first.

@@ -150,7 +150,7 @@ def likely_groups(
     *,
     far: bool = True,
     budget: Budget | None = None,
-    allowed: Sequence[Matrix] = (),
+    loads: Sequence[Matrix] = (),
 ) -> tuple[int, ...] | None:
     """The stage of each group in the likely chain of stages on such ranks.
 
@@ -160,7 +160,7 @@ def likely_groups(
     Args:
         shares: of all work, of each stage; empty: as a minibatch's begin and end suggest.
         far: see `Trips`.
-        allowed: of each stage, infinite for what it may not be; empty: by memory.
+        loads: of each stage, infinite for what it may not be; empty: by memory.
 
     Raises:
         OutOfTimeError: the budget ended first.
@@ -177,11 +177,11 @@ def likely_groups(
         if not shares:
             return turn
         busy, due = segments.compute(stage) / stage.option.replicas, max(shares[s], 1e-9)
-        return replace(turn, step=segments.load(stage) / due, busy=busy, due=due)
+        load = loads[s] if loads else segments.load(stage)
+        return replace(turn, step=load / due, busy=busy, due=due)
 
     def fitting(stage: int) -> Matrix:
-        able = np.isfinite(allowed[stage]) if allowed else segments.fits(every[stage])
-        return np.where(able, np.zeros((1, 1)), np.inf)
+        return np.where(segments.fits(every[stage]), np.zeros((1, 1)), np.inf)
 
     chains = straight_chains(segments, fitting, count, budget, keep=True)
     found = likely_chain(chains, turn_of, float if shares else trips.per_microbatch)

@@ -191,7 +191,7 @@ def cut_by_program(search: Search) -> None:
 
 def run_program(search: Search, segments: Segments, budget: Budget | None) -> None:
     """Offer the plans of dynamic programs; the value of the first is a bound when the ideals are
-    complete, those that are likely the fastest come after it, after others the best way alone.
+    complete, those that are likely the fastest come after it: in `search.ways` once one was best.
 
     Raises:
         OutOfTimeError: `budget` ended first.

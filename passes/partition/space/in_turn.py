@@ -151,7 +151,7 @@ class StagesInTurn:
         """The stage of every item where none is slow by these shares and no round trip takes long;
         empty: none is."""
         on, loads = self.on(again=self._again), self._loads(segments)
-        found = likely_groups(segments, on, shares.tolist(), allowed=loads)
+        found = likely_groups(segments, on, shares.tolist(), loads=loads)
         return () if found is None else segments.model.items_of(found)
 
     def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
