@@ -201,6 +201,19 @@ def test_of_groups_beside_several_boundaries_each_is_hidden_once() -> None:
     assert close(problem, best) > 0.8
 
 
+def test_a_path_of_one_group_has_two_boundaries_for_what_lies_beside_it() -> None:
+    """No gradients come back, so the path is one group, and two stages hold nothing of it."""
+    items = tuple(Item(f"i{i}", (f"i{i}",), 1.0, w) for i, w in enumerate((0.0, 2.0, 1.7)))
+    traffic = Traffic("i0", 0, (1,), 5, 0), Traffic("i1", 1, (2,), 2, 0)
+    problem = PartitionProblem(
+        items, traffic, (StageLimits(),) * 3, num_microbatches=5, objective="flush"
+    )
+    assert list(Path(build(problem)).hidden(1.0)) == [0.0, 2.7, 3.7]
+    best = brute_force(problem)
+    assert best is not None
+    assert close(problem, best) > 0.8
+
+
 @pytest.mark.slow
 def test_long_chains_are_bounded_along_themselves() -> None:
     """There are too many pairs of intervals of 243 groups in a row for tables of both."""

@@ -223,14 +223,12 @@ def find_any(search: Search) -> None:
     model = search.model
     if search.impossible or search.budget.late or _too_large(model):
         return
-    try:
+    with suppress(OutOfTimeError):
         groups = any_assignment(model, search.budget, search.seed)
-    except OutOfTimeError:
-        return
-    if groups is None:
-        search.impossible = True
-    else:
-        search.offer(groups)
+        if groups is None:
+            search.impossible = True
+        else:
+            search.offer(groups)
 
 
 def _bound(search: Search) -> None:

@@ -14,8 +14,8 @@ it and beyond it and back, S all of it, w its warm-up and A the reduction of its
 - S + (k − 1) max(F, W) + (k − 1 − w) min(F, W) ≤ T;
 - D + q R + rest (F + W) ≤ T, for q round trips that follow each other with w + 1 in flight.
 
-Where it is known which stage it is, as every rank has one that holds some of the path, its own
-speed counts, and the links that the path takes before and behind it (`Hops`).
+Where ranks have one stage each, the links that the path takes before and behind it count (`Hops`),
+and its own speed where each holds some of the path: then it is known which stage it is.
 
 A stage that recomputes has F in W once more.  Where backward is split, all ways are of its first
 part, and the first of these holds for all of W without the way back.  A stream has (F + W) / r and
@@ -114,7 +114,7 @@ class Path:
         alone = np.diagonal(span)
         best, found = alone.copy(), [0.0, float(alone.max(initial=0.0))]
         later = np.triu(np.ones_like(span), 1) > 0
-        while len(found) <= self.size and found[-1] > found[-2] * (1 + 1e-9):
+        while len(found) <= self.size + 1 and found[-1] > found[-2] * (1 + 1e-9):
             best = np.where(later, best[:, None] + alone[None, :] - span, 0.0).max(0)
             found.append(max(found[-1], float(best.max(initial=0.0))))
         return np.array(found)
@@ -136,8 +136,8 @@ def _told_apart(model: Model, path: Sequence[int], most: int) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Hops:
-    """A stage among others that all hold some of the path: its speed, and by the boundaries before
-    and behind it seconds of a microbatch on links there and back, at least.
+    """A stage among those that hold some of the path: its speed at most, and by the boundaries
+    before and behind it seconds of a microbatch on links there and back, at least.
 
     `last`: after the first stage's last backward, by the boundary behind that stage.
     """
@@ -156,7 +156,7 @@ class StageRules:
     limit; `share`: microbatches that a replica takes, by its row of the menu.  Of a row and the
     ranks behind the stage: `deepest`, its most warm-up, and `held`, how often it holds what is
     trained and what is saved, at least.  `ring`: the best link that so many replicas may have;
-    `hops`: of each stage, where these are known; `most_lost`: stages without any of the path.
+    `hops`: of the stages with some of the path, where so many have none; `most_lost`: of these.
     """
 
     kind: ScheduleKind
@@ -169,7 +169,7 @@ class StageRules:
     deepest: Callable[[StageDeployment, int], int]
     held: Callable[[StageDeployment, int], tuple[float, int]]
     ring: Callable[[int], Link] = lambda _: StageLimits()
-    hops: Sequence[Hops] = ()
+    hops: Callable[[int], Sequence[Hops]] | None = None
     most_lost: float = np.inf
 
 
@@ -191,10 +191,7 @@ class PathBound:
             return upper
         while high - low > self.close * high and not late():
             middle = (low + high) / 2
-            if self.possible(middle):
-                high = middle
-            else:
-                low = middle
+            low, high = (low, middle) if self.possible(middle) else (middle, high)
         return low
 
     def possible(self, seconds: float) -> bool:
@@ -246,11 +243,10 @@ class PathBound:
 
     def _hops(self, after: int, lost: int) -> Hops:
         """Those of the stage with so many ranks behind it; none where no one knows which it is."""
-        rules = self.rules
-        if rules.hops and not lost:
-            return rules.hops[rules.ranks - 1 - after]
+        if self.rules.hops is not None:
+            return self.rules.hops(lost)[self.rules.ranks - lost - 1 - after]
         none = np.zeros(self.path.size + 1)
-        return Hops(rules.fastest, none, none, none)
+        return Hops(self.rules.fastest, none, none, none)
 
     def _demands(
         self, option: StageDeployment, after: int, lost: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -42,21 +43,23 @@ def rules_of(path: Path, depths: Sequence[int]) -> StageRules:
 
     def held(_: StageDeployment, after: int) -> tuple[float, int]:
         able = list(map(problem.holding, range(count - after)))
-        trained = min(t.versions + t.updated for t in able)
-        return trained, min(t.saved for t in able)
+        return min(t.versions + t.updated for t in able), min(t.saved for t in able)
 
     return StageRules(
         kind, problem.objective == "bottleneck", problem.num_microbatches, count,
         (StageDeployment(),), max(one.speed for one in stages),
         max(limits) if len(limits) == len(stages) else None, deepest, held,
-        hops=hops_of(path) if problem.objective == "flush" else (),
+        hops=cache(partial(hops_of, path)) if problem.objective == "flush" else None,
         most_lost=model.num_groups - path.size,
     )  # fmt: skip
 
 
-def hops_of(path: Path) -> list[Hops]:
-    """Links between stages that all hold some of the path: on each at least what one of its groups
-    passes to the next; and the new weights of what its first group shares with a later one."""
+def hops_of(path: Path, lost: int) -> list[Hops]:
+    """Links between stages with some of the path, all but so many: on each at least what one of its
+    groups passes to the next; and new weights of what its first group shares with a later one.
+
+    Where some have none, a stage may be any of them, and its link the best.
+    """
     model, stages = path.model, path.model.problem.stages
     places = [path.whole.index(v) for v in path.kept]
 
@@ -65,23 +68,24 @@ def hops_of(path: Path) -> list[Hops]:
         least = [each[a:b].min() for a, b in pairwise(places)]
         return np.array([np.inf, *least, np.inf])
 
-    none = np.full(path.size + 1, np.inf)
-    before, behind = [none.copy()], [none.copy()]
+    before, behind = ([np.full(path.size + 1, np.inf)] for _ in range(2))
     before[0][0] = behind[0][-1] = 0.0
-    hops = [between(link) for link in stages[:-1]]
+    hops, speeds = list(map(between, stages[:-1])), [stage.speed for stage in stages]
+    if lost:
+        hops, speeds = [np.min(hops, 0)] * (len(hops) - lost), [max(speeds)] * len(speeds)
     for there, back in zip(hops, reversed(hops), strict=True):
         fewer = np.minimum.accumulate(before[-1])[:-1]
         before.append(there + np.concatenate(([np.inf], fewer)))
         more = np.minimum.accumulate(behind[-1][::-1])[::-1][1:]
         behind.append(back + np.concatenate((more, [np.inf])))
     last = np.zeros(path.size + 1)
-    for flow in model.flows:
+    for flow in model.flows if not lost else ():
         if flow.tied and path.high[flow.sources[0]] == 1:
             once = min(flow.forward_seconds(link) for link in stages)
             later = last[: max(path.low[v] for v in flow.sinks)]
             np.maximum(later, model.problem.num_microbatches * once, out=later)
-    each = zip(stages, before, reversed(behind), strict=True)
-    return [Hops(stage.speed, ahead, beyond, last) for stage, ahead, beyond in each]
+    each = zip(speeds, before, reversed(behind), strict=False)
+    return [Hops(speed, ahead, beyond, last) for speed, ahead, beyond in each]
 
 
 def _passed(model: Model, path: Sequence[int], link: StageLimits) -> tuple[Array, Array]:
@@ -114,8 +118,8 @@ def straight_bound(
         # What a stage without work waits for, its neighbours wait for too, if depths only fall.
         if rules.kind.written is None and list(depths) == sorted(depths, reverse=True):
             most = float((each / np.maximum(path.work, 1e-300)).max())
-            for k in range(1, rules.ranks):
-                floors.append(each.sum() - most * path.aside(k, rules.ranks))
+            asides = (path.aside(k, rules.ranks) for k in range(1, rules.ranks))
+            floors += [each.sum() - most * aside for aside in asides]
     return PathBound(path, rules, floors=floors).least(lower, upper, late) * (1 - 1e-9)
 
 
