@@ -13,15 +13,9 @@ from types import FrameType
 from typing import Any
 
 _BETWEEN = ("torch", "typer", "click")  # packages whose frames lie between the user's and ours
-
-
-def _folders() -> tuple[str, ...]:
-    specs = [find_spec(name) for name in _BETWEEN]
-    found = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin]
-    return tuple(f"{folder}/" for folder in (Path(__file__).parent, *found))
-
-
-FOLDERS = _folders()  # ours is the first
+_SPECS = [find_spec(name) for name in _BETWEEN]
+_FILES = (__file__, *(spec.origin for spec in _SPECS if spec is not None and spec.origin))
+FOLDERS = tuple(f"{Path(file).parent}/" for file in _FILES)  # ours is the first
 _BETWEEN_FILES = (*FOLDERS, warnings.__file__)
 _SIZES = re.compile(r"\[[\d, ]+\]")
 

@@ -143,14 +143,8 @@ def rescaled(graph: OpGraph, factors: Mapping[str, float]) -> OpGraph:
 def _rescaled(op: Op, factor: float) -> Op:
     if op.cost is None:
         return op
-    return replace(
-        op,
-        cost=replace(
-            op.cost,
-            forward_seconds=op.cost.forward_seconds * factor,
-            backward_seconds=op.cost.backward_seconds * factor,
-        ),
-    )
+    forward, backward = op.cost.forward_seconds * factor, op.cost.backward_seconds * factor
+    return replace(op, cost=replace(op.cost, forward_seconds=forward, backward_seconds=backward))
 
 
 def _beyond_chance(ratio: float) -> float:

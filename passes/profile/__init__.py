@@ -149,7 +149,9 @@ def measure(
             f"{microbatch_size} come from the cache, measured {known.measured} "
             f"({VARIABLE}=off measures again)"
         )
-    machine, limit = machine_here(device_kind), _most_bytes(device)
+    machine, limit = machine_here(device_kind), MAX_OPERAND_BYTES
+    if not devices.is_host(device):
+        limit = devices.gpu_memory_bytes(device) // GPU_SHARE
     share = budget_seconds / max(len(distinct), 1)
     with preserved_rng(device):
         for done, (key, call) in enumerate(distinct.items()):
@@ -174,13 +176,6 @@ def measure(
     return Profile(
         torch.__version__, devices.label(device), microbatch_size, tuple(entries.values())
     )
-
-
-def _most_bytes(device: torch.device) -> int:
-    """Bytes of the operands and results of an op that is measured, at most."""
-    if devices.is_host(device):
-        return MAX_OPERAND_BYTES
-    return devices.gpu_memory_bytes(device) // GPU_SHARE
 
 
 def distinct_calls(graph: OpGraph, microbatch_size: int) -> dict[str, CostedOp]:
@@ -379,11 +374,8 @@ class Sizes:
         if self._costs == "measured":
             return apply(graph, self._measured(size), device_kind=kind)
         check_costs(self._costs)
-        self._costs.check(
-            torch_version=torch.__version__,
-            device=devices.label(devices.of_kind(kind)),
-            microbatch_size=size,
-        )
+        here = devices.label(devices.of_kind(kind))
+        self._costs.check(torch_version=torch.__version__, device=here, microbatch_size=size)
         return apply(graph, self._costs, complete=True, device_kind=kind)
 
     def _measured(self, size: int) -> Profile:

@@ -42,18 +42,13 @@ class Profile:
     microbatch_size: int
     entries: tuple[Entry, ...]
 
-    def check(self, *, torch_version: str, device: str, microbatch_size: int) -> None:
-        """Raises CostError where an entry cannot be, or it was measured elsewhere."""
+    def check(self, **here: str | int) -> None:
+        """Raises CostError where an entry cannot be, or a field is another one `here`."""
         validate(self.entries, "costs")
-        for name, here in (
-            ("torch_version", torch_version),
-            ("device", device),
-            ("microbatch_size", microbatch_size),
-        ):
-            there = getattr(self, name)
-            if there != here:
+        for name, own in here.items():
+            if (there := getattr(self, name)) != own:
                 raise CostError(
-                    f"the profile is stale: its {name} is {there}, here it is {here}",
+                    f"the profile is stale: its {name} is {there}, here it is {own}",
                     remedy=_AGAIN,
                 )
 
