@@ -25,7 +25,7 @@ from pdcompile.options.configuration import Configuration, search_space
 from pdcompile.passes import codegen
 from pdcompile.passes.coarsen import coarsen
 from pdcompile.passes.coarsen.constraints import Constraints
-from pdcompile.passes.costs.machines import relative
+from pdcompile.passes.costs.machines import KERNEL, STEP, relative
 from pdcompile.passes.partition.space.candidates import describe
 from pdcompile.passes.parts.prices import note_on_exchange, priced
 from pdcompile.passes.planning.border_cuts import TOLERANCE
@@ -84,12 +84,18 @@ class Planner:
         takes, assumed = optimizer_costs(options.optimizer, on_gpu=on_gpu)
         self.model, self.captured, self.options = model, captured, options
         self.cluster, self.listener = chosen.cluster, listener
+        counted = options.costs == "measured" and not on_gpu  # the host works while a GPU does
+        self._call_seconds = machine.call_seconds if counted else 0.0
+        updated = takes.calls * sum(one.requires_grad for one in model.parameters())
+        devices_used = min(len(chosen.cluster.devices), chosen.num_stages)
+        calls = STEP * devices_used + KERNEL * updated  # of all stages
         self.training = replace(
             chosen.training,
             optimizer_factor=takes.factor,
             step=takes.step,
             step_moved=takes.moved,
             moving_seconds=1 / machine.bytes_per_second,
+            host_seconds=self._call_seconds * calls / chosen.num_stages,
         )
         self._chosen = chosen
         self.space = search_space(options, chosen, captured.train.sizes)
@@ -182,6 +188,7 @@ class Planner:
             return measure_stages(
                 captured.train, plan, sources, self.model, leaves,
                 microbatch_size=size, progress=self.listener.part,
+                call_seconds=self._call_seconds,
             )  # fmt: skip
 
         def solve(mended: OpGraph) -> Plan:
@@ -211,9 +218,8 @@ class Planner:
         opened |= {"schedule": "auto"} if options.schedule == DEFAULT else {}
         wider = replace(options, **opened)
         space = search_space(wider, self._chosen, self.captured.train.sizes)
-        small = self.work_seconds < SMALL * plan.training.num_microbatches * len(
-            self.captured.train.ops
-        )
+        num_ops = len(self.captured.train.ops)
+        small = self.work_seconds < SMALL * plan.training.num_microbatches * num_ops
         if not (self._by_rule and options.costs == "estimated" and small):
             counts = self.space.microbatches  # which have costs
             shared = tuple(replace(one, microbatches=counts) for one in space.sharing)

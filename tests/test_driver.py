@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pdcompile
-from pdcompile import driver
+from pdcompile import driver, planner
 from pdcompile.batch import example_call
 from pdcompile.driver import run_passes
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.options import Options
 from pdcompile.pass_runner import Listener, PassRunner
+from pdcompile.passes.costs.machines import KERNEL, STEP, Machine
+from pdcompile.passes.planning.optimizer_state import optimizer_costs
 from pdcompile.passes.simulate import simulate
+from pdcompile.plan import Training
 from pdcompile.problem.constraints import CutBefore
 from tests.helpers import casts, models
 from tests.helpers.casts import without_casts
@@ -71,6 +76,39 @@ def test_an_update_takes_what_the_optimizer_moves() -> None:
     assert sum(seconds(optimizer=sgd, schedule="2bw")) == pytest.approx(5 / 3 * first)
     assert sum(seconds(optimizer=adam)) == pytest.approx(19 / 3 * first)
     assert sum(seconds(optimizer=None)) == 0
+
+
+@pytest.mark.parametrize("calls", [0.0, 1e-6, 1e-3])
+def test_python_of_a_call_and_its_update_is_forecast_and_not_certified(
+    calls: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where costs are measured on the CPU: half of a call for each of two stages is one on each."""
+    machine = Machine(1e12, 1e12, calls)
+    monkeypatch.setattr(planner, "machine_for", lambda *_: machine)
+    options: dict[str, Any] = {"costs": "measured", "refine": False, "schedule": "1f1b"}
+    adam = partial(torch.optim.Adam, foreach=False)
+    plan = compiled("mlp", optimizer=adam, **options).plan
+    parameters = sum(len(stage.parameters) for stage in plan.stages)
+    share = calls * (STEP + KERNEL * optimizer_costs(adam)[0].calls * parameters / 2)
+    assert plan.training.host_seconds == pytest.approx(share)
+    moved = replace(plan.training, host_seconds=0.0)
+    for stage in plan.stages:
+        bare = moved.update_seconds(stage.trainable_bytes, versions=False)
+        assert stage.update_seconds == pytest.approx(bare + share)
+    assert plan.forecast is not None
+    beyond = plan.forecast.step_seconds - plan.certificate.objective_seconds
+    assert beyond == pytest.approx(max(one.update_seconds for one in plan.stages), rel=0.01)
+    assert compiled("mlp", optimizer=adam).plan.training.host_seconds == 0
+
+
+@given(st.integers(0, 2**40), st.booleans(), st.none() | st.floats(1e6, 1e12), st.floats(0, 1))
+def test_python_of_an_update_is_the_same_whatever_it_moves(
+    owned: int, versions: bool, rate: float | None, host: float
+) -> None:
+    training = Training(step_moved=21.0, moving_seconds=1e-10)
+    bare = training.update_seconds(owned, versions=versions, rate=rate)
+    found = replace(training, host_seconds=host).update_seconds(owned, versions=versions, rate=rate)
+    assert found == pytest.approx(bare + host)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "auto"])

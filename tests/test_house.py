@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_990),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_637),
     "trace": (("passes/trace",), 6_487),
-    "costs": (("passes/costs", "passes/profile"), 3_557),
+    "costs": (("passes/costs", "passes/profile"), 3_555),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         9_157,

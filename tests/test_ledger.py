@@ -226,13 +226,13 @@ def test_temporaries_depend_on_the_order_of_the_parameters() -> None:
     ("build", "expected"),
     [
         (partial(torch.optim.AdamW, foreach=False), ADAM),
-        (partial(torch.optim.AdamW, foreach=True), OptimizerCosts(2.0, (0.0, 0.0, 1.0), 21.0)),
-        (partial(torch.optim.AdamW, fused=True), OptimizerCosts(2.0, moved=8.0)),
-        (partial(torch.optim.SGD, lr=0.1), OptimizerCosts(moved=3.0)),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), OptimizerCosts(1.0, moved=8.0)),
+        (partial(torch.optim.AdamW, foreach=True), OptimizerCosts(2.0, (0.0, 0.0, 1.0), 21.0, 2)),
+        (partial(torch.optim.AdamW, fused=True), OptimizerCosts(2.0, moved=8.0, calls=0)),
+        (partial(torch.optim.SGD, lr=0.1), OptimizerCosts(moved=3.0, calls=1)),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), OptimizerCosts(1.0, moved=8.0, calls=3)),
         (
             partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
-            OptimizerCosts(0.0, (1.0, 0.0, 0.0), 6.0),
+            OptimizerCosts(0.0, (1.0, 0.0, 0.0), 6.0, 2),
         ),
         (None, OptimizerCosts()),
     ],

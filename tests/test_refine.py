@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from pdcompile.driver import build
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Op, OpCost, OpGraph
 from pdcompile.options import Options
+from pdcompile.passes.costs.machines import INSTRUCTION
 from pdcompile.passes.planning.refine import (
     LEAST,
     MOST,
@@ -179,6 +181,28 @@ def test_stages_that_take_gradients_in_forward_are_timed() -> None:
         microbatch_size=4, budget_seconds=0.01,
     )  # fmt: skip
     assert all(one.forward_seconds > 0 for one in times)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_python_of_instructions_and_messages_counts_where_it_has_a_price(in_process: bool) -> None:
+    """One instruction forward and one backward, and two more at each end of each message."""
+    model = models.mlp(layers=6, width=16)
+    flat = example_call(model, *models.batch_for(model, 8))
+    cluster = pdcompile.Cluster.local(3) if in_process else pdcompile.Cluster.parse("3")
+    options = Options(loss_fn=models.loss_for(model), cluster=cluster, microbatches=2,
+                      verify="off", costs="estimated")  # fmt: skip
+    done = build(model, flat, options)
+    times = partial(
+        measure_stages, done.capture.train, done.plan, done.sources, model, flat.leaves,
+        microbatch_size=4, budget_seconds=0.01,
+    )  # fmt: skip
+    messages = (0, 0, 0) if in_process else (1, 2, 1)
+    found = times(call_seconds=1e-3)
+    expected = [2e-3 * INSTRUCTION * (1 + 2 * count) for count in messages]
+    assert [one.host_seconds for one in found] == pytest.approx(expected)
+    for one in found:
+        assert one.seconds == one.forward_seconds + one.backward_seconds + one.host_seconds
+    assert {one.host_seconds for one in times()} == {0.0}
 
 
 def test_timing_stages_leaves_no_trace_and_equal_stages_run_once() -> None:

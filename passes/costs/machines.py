@@ -117,6 +117,9 @@ TERA, GIGA = 1e12, 1e9
 REACHED_FLOPS = 0.6  # of the peak, by large products of matrices
 REACHED_BANDWIDTH = 0.8  # by element-wise kernels on large tensors
 LAUNCH_SECONDS = 5e-6  # from one short kernel to the next, launched one by one
+# Smallest calls that take as long as Python does for an instruction of ours, for what `step` does
+# beside them, and for one of an optimizer's kernels (benchmarks/small_steps.py).
+INSTRUCTION, STEP, KERNEL = 18, 500, 1.5
 
 
 def _machine(sheet: Sheet) -> Machine:

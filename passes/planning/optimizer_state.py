@@ -34,15 +34,17 @@ class OptimizerCosts:
     """Bytes of state per byte of parameters, what a step needs for a moment, and what it moves.
 
     `step`: per byte of the parameter whose turn it is, of the one before it, and of all.
-    `moved`: bytes that the step's kernels read and write, per byte of parameters.
+    `moved`: bytes that the step's kernels read and write, per byte of parameters; `calls`: of
+    kernels, for each parameter.
     """
 
     factor: float = 0.0
     step: tuple[float, float, float] = (0.0, 0.0, 0.0)
     moved: float = 0.0
+    calls: int = 0
 
 
-ADAM = OptimizerCosts(2.0, (2.0, 1.0, 0.0), 21.0)  # one parameter after the other
+ADAM = OptimizerCosts(2.0, (2.0, 1.0, 0.0), 21.0, 10)  # one parameter after the other
 
 
 def optimizer_costs(
@@ -68,25 +70,28 @@ def optimizer_costs(
             "its step as those of Adam: the optimizer callable could not be probed "
             f"({type(error).__name__}: {error})"
         )
-    factors, steps, moved = zip(*found, strict=True)
+    factors, steps, moved, calls = zip(*found, strict=True)
     of_one, of_previous, of_all = map(max, *steps) if several else steps[0]
-    return OptimizerCosts(max(factors), (of_one, of_previous, of_all), max(moved)), None
+    step = of_one, of_previous, of_all
+    return OptimizerCosts(max(factors), step, max(moved), max(calls)), None
 
 
 def _costs(
     build: Callable[..., Any], name: str, shape: tuple[int, ...], on_gpu: bool
-) -> tuple[float, tuple[float, float, float], float]:
+) -> tuple[float, tuple[float, float, float], float, int]:
     """The fields of `OptimizerCosts`, for parameters of this name and shape."""
-    factor, one, moved = _probe(build, name, shape, 1, on_gpu)
-    two, three = (_probe(build, name, shape, count, on_gpu)[1] for count in (2, 3))
+    found = [_probe(build, name, shape, count, on_gpu) for count in (1, 2, 3)]
+    (factor, one, moved, few), (_, two, _, more), (_, three, *_) = found
     of_all = max(0.0, three - two)
-    return factor, (max(0.0, one - of_all), max(0.0, two - one - of_all), of_all), moved
+    temporaries = max(0.0, one - of_all), max(0.0, two - one - of_all), of_all
+    return factor, temporaries, moved, more - few
 
 
 def _probe(
     build: Callable[..., Any], name: str, shape: tuple[int, ...], count: int, on_gpu: bool
-) -> tuple[float, float, float]:
-    """State of a parameter, temporaries of a step and what it moves, per byte of one parameter."""
+) -> tuple[float, float, float, int]:
+    """State of a parameter, temporaries of a step and what it moves, per byte of one parameter,
+    and the step's calls of kernels."""
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(count)]
     optimizer = make_optimizer(build, [(f"probe{n}.{name}", p) for n, p in enumerate(parameters)])
     assert optimizer is not None
@@ -102,7 +107,7 @@ def _probe(
         optimizer.step()
     size = parameters[0].untyped_storage().nbytes()
     held = sum(t.numel() * t.element_size() for t in state[0] if t.numel() > 1)
-    return held / size, live.peak_bytes / size, live.moved_bytes / size
+    return held / size, live.peak_bytes / size, live.moved_bytes / size, live.calls
 
 
 def _set_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -115,9 +120,9 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
 
 
 class _Step(LiveStorages):  # type: ignore[no-untyped-call]
-    """Live storages without scalars, and the bytes that kernels read and write."""
+    """Live storages without scalars; calls of kernels, and bytes that these read and write."""
 
-    moved_bytes = 0
+    calls = moved_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -132,6 +137,7 @@ class _Step(LiveStorages):  # type: ignore[no-untyped-call]
         ]
         made = [one for one in tensors_among(result) if all(one is not other for other in read)]
         if not func.is_view:
+            self.calls += 1
             sizes = (one.numel() * one.element_size() for one in (*read, *written, *made))
             self.moved_bytes += sum(size for size in sizes if size > SCALAR_BYTES)
         return result

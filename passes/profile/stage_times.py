@@ -26,6 +26,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.ir.stage_interface import Sources
 from pdcompile.passes.codegen.folder import stage_classes
 from pdcompile.passes.costs import costed_ops, structural_key
+from pdcompile.passes.costs.machines import INSTRUCTION
 from pdcompile.passes.costs.rehearsal.live_storages import saved_storages
 from pdcompile.passes.costs.rehearsal.rehearse import storages_in
 from pdcompile.passes.costs.timing import MIN_RUNS, took
@@ -48,18 +49,20 @@ class StageTimes:
     """Seconds of one microbatch on one stage, medians of several runs; none ran when `cached`.
 
     `saved_bytes`: of a compiled stage, what is alive when the forward has returned, results among
-    it, without parameters, what was received and the caller's inputs.
+    it, without parameters, what was received and the caller's inputs.  `host_seconds`: of the
+    instructions that run it, beside both.
     """
 
     forward_seconds: float
     backward_seconds: float
     cached: bool = False
     saved_bytes: int = 0
+    host_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
-        return self.forward_seconds + self.backward_seconds
+        """Forward and backward, and what the host does for them."""
+        return self.forward_seconds + self.backward_seconds + self.host_seconds
 
 
 def measure_stages(
@@ -73,6 +76,7 @@ def measure_stages(
     budget_seconds: float = BUDGET_SECONDS,
     progress: Progress | None = None,
     backend: Backend | None = None,
+    call_seconds: float = 0.0,
 ) -> tuple[StageTimes, ...]:
     """Times every stage of a plan; stages that do the same are measured once.
 
@@ -84,6 +88,7 @@ def measure_stages(
         leaves: the call's leaves by path (`FlatCall.leaves`), of one microbatch.
         budget_seconds: for all stages together; each runs at least three times.
         backend: of torch.compile, by which they run.
+        call_seconds: of the smallest call, where Python counts.
     """
     stage_of = stage_of_ops(graph, plan)
     ops: list[list[str]] = [[f"compiled by {backend}"] if backend else [] for _ in plan.stages]
@@ -132,7 +137,11 @@ def measure_stages(
             values.update({name: value.detach() for name, value in stage.left.items()})
         if progress:
             progress(len(keys), len(keys), "")
-    return tuple(found[key] for key in keys)
+    far = plan.edges if call_seconds and not plan.machines.in_process else ()
+    ends = [s for edge in far for to in edge.targets for s in (edge.source, to)]
+    once = 2 * INSTRUCTION * call_seconds  # forward and backward; twice at each end of a message
+    host = [once * (1 + 2 * ends.count(s)) for s in range(len(keys))]
+    return tuple(replace(found[key], host_seconds=one) for key, one in zip(keys, host, strict=True))
 
 
 def _device(plan: Plan, tensors: Mapping[str, Tensor]) -> torch.device:
@@ -199,8 +208,7 @@ def _cached(
     known = cache.load(environment, (name,))
     if known and known.entries:
         (entry,) = known.entries
-        seconds = entry.forward_seconds, entry.backward_seconds
-        return StageTimes(*seconds, cached=True, saved_bytes=entry.saved_bytes)
+        return StageTimes(entry.forward_seconds, entry.backward_seconds, True, entry.saved_bytes)
     times = measure()
     seconds = times.forward_seconds, times.backward_seconds
     entry = Entry(name, "stage", *seconds, saved_bytes=times.saved_bytes)

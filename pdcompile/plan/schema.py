@@ -194,6 +194,7 @@ class Training:
     step: tuple[float, float, float] = (0.0, 0.0, 0.0)
     step_moved: float = 0.0  # bytes that the step's kernels read and write, per byte of weights
     moving_seconds: float = 0.0  # per byte that is moved, on a device of speed 1
+    host_seconds: float = 0.0  # of Python in an update of a stage and its part of a call
     keeps_outputs: bool = True  # the caller gets outputs of training, not the loss alone
     sends_outputs: bool = True  # those of earlier stages too, which are sent to the last one
     outputs_by_size: bool = False  # nobody named any: they are kept where they take little
@@ -248,10 +249,9 @@ class Training:
         Where there are `versions` the newest is copied first; where gradients are clipped, or
         losses scaled, they are read and multiplied.  `rate`: bytes a second of another memory.
         """
-        clipped = CLIPPED if self.joint else 0.0
-        moved = self.step_moved + clipped + (COPIED if versions else 0.0)
+        moved = self.step_moved + CLIPPED * self.joint + COPIED * versions
         each = self.moving_seconds and (self.moving_seconds if rate is None else 1 / rate)
-        return owned * moved * each
+        return owned * moved * each + self.host_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pdcompile.report import labels
 from pdcompile.schedule.registry import name_of, names
 from pdcompile.units import format_bytes, format_rate, format_seconds
 
-NO_CHANGE = ("seed", "bubble", "moving_seconds")  # whose change in percent says nothing
+NO_CHANGE = ("seed", "bubble", "moving_seconds", "host_seconds")  # in percent they say nothing
 SHOWN = 3  # ops of a move by name
 MOST_ROWS = 24
 PRINTS = {
@@ -30,6 +30,7 @@ OF_UPDATES: dict[str, tuple[str, Callable[[Any], str]]] = {  # what costs of an 
     "step": ("update holds", lambda x: "{:g} x one, {:g} x previous, {:g} x all".format(*x)),
     "step_moved": ("update moves", lambda x: f"{x:g} x weights"),
     "moving_seconds": ("update moves at", lambda x: format_rate(1 / x) if x else "no cost"),
+    "host_seconds": ("Python of an update", lambda x: format_seconds(x) if x else "not counted"),
 }
 FORMATS: tuple[tuple[str, Callable[[Any], str]], ...] = (  # by the end of a name, the longest first
     ("bytes_per_second", format_rate),
@@ -95,9 +96,7 @@ def _label(what: str) -> str:
     if what in OF_UPDATES:
         return OF_UPDATES[what][0]
     text = what.replace("stages[", "stage ").replace("].", " ")
-    for unit in ("_seconds", "_bytes"):
-        text = text.removesuffix(unit)
-    return text.replace("_", " ")
+    return text.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
 
 
 def _stage(stage: int | None) -> str:
