@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import pdcompile
 from pdcompile.errors import TraceError
 from tests.helpers.captures import captured, faithful, make, rows
 
@@ -36,6 +39,57 @@ def test_hooks_that_the_first_call_installs() -> None:
     assert [op.target for op in found.train.ops].count("tanh") == 2
     assert not hasattr(model, "ready")
     assert not model.blocks[0]._forward_hooks
+
+
+def _registers(self: nn.Module, x: Tensor) -> Tensor:
+    if not hasattr(self, "table"):
+        self.register_buffer("table", torch.arange(8) / 8, persistent=False)
+    return self.lin(x) * self.table
+
+
+def _lengthens(self: nn.Module, x: Tensor) -> Tensor:
+    if len(self.table) < x.shape[1]:
+        self.table = torch.arange(x.shape[1]) / 8
+    return self.lin(x) * self.table
+
+
+def _lengthens_by_data(self: nn.Module, x: Tensor) -> Tensor:
+    if len(self.table) < x.shape[1]:
+        self.table = x.detach().mean(0)
+    return self.lin(x) * self.table
+
+
+def _with_table(forward: Any, table: Tensor | None) -> nn.Module:
+    model = make(forward)
+    if table is not None:
+        model.register_buffer("table", table)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("forward", "table"), [(_registers, None), (_lengthens, torch.ones(2))],
+    ids=["registered", "longer"],
+)  # fmt: skip
+def test_tables_that_the_first_call_makes(forward: Any, table: Tensor | None) -> None:
+    """A buffer that calls register, or put a longer one in place of, is made anew by stages."""
+    faithful(model := _with_table(forward, table))
+    assert [*model.buffers()] == ([] if table is None else [table])
+    x, target = rows(8), torch.zeros(8, 8)
+    given = partial(torch.optim.SGD, lr=0.1)
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "optimizer": given}
+    plain = pdcompile.reference(copy.deepcopy(model), microbatches=4, **options)
+    with pdcompile.compile(
+        model, microbatches=4, cluster="local:2", costs="estimated", **options
+    ) as pipe:
+        for _ in range(3):
+            assert float(pipe.step(x, target=target).loss) == float(
+                plain.step(x, target=target).loss
+            )
+
+
+def test_a_longer_buffer_of_data_is_refused() -> None:
+    with pytest.raises(TraceError, match="rebinds table to a new tensor"):
+        captured(_with_table(_lengthens_by_data, torch.ones(2)))
 
 
 def test_attributes_that_every_call_sets_alike() -> None:

@@ -136,7 +136,7 @@ class CachedTensors:
 
     def __init__(self) -> None:
         self._kept: dict[int, _CachedTensor] = {}
-        self._trained = 0  # training calls so far
+        self.trained = 0  # training calls so far, after which memos that they change have expired
         self.change: TraceError | None = None  # the refusal of what some call changed
 
     def note(self, model: nn.Module, names: Mapping[int, str], made: Computations) -> None:
@@ -148,12 +148,8 @@ class CachedTensors:
         for place, tensor in attribute_tensors(model, _DEPTH):
             if id(tensor) not in self._kept and isinstance(tensor, FakeTensor):
                 computation, fixed = made.again(names.get(id(tensor), ""))
-                kept = _CachedTensor(tensor, place, computation, fixed, self._trained)
+                kept = _CachedTensor(tensor, place, computation, fixed, self.trained)
                 self._kept[id(tensor)] = kept
-
-    def expire(self) -> None:
-        """Forbids, after a training call, the use of memos that an update changes."""
-        self._trained += 1
 
     def computation_of(self, tensor: torch.Tensor) -> int | None:
         """The computation of a tensor that is used; None if no call left it.
@@ -164,7 +160,7 @@ class CachedTensors:
         kept = self._kept.get(id(tensor))
         if kept is None:
             return None
-        outdated = not kept.fixed and kept.trained < self._trained
+        outdated = not kept.fixed and kept.trained < self.trained
         if kept.computation is None or outdated:
             raise refusals.error(refusals.CHANGED_STATE, kept.place, None)
         return kept.computation

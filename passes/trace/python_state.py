@@ -126,16 +126,18 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, buffers in bound:
+            module._buffers.clear()  # also of those that a first call registers
             module._buffers.update(buffers)
         write_buffers(model, values)
 
 
 def write_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Puts values into the model's buffers, by name."""
+    """Puts values into the model's buffers, by name; those of which none is given stay."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
+            value = buffers.get(name, buffer)
             # An expanded buffer cannot be written, and need not be.
-            if buffer.shape != buffers[name].shape:
-                buffer.resize_(buffers[name].shape)  # observers of quantisation begin empty
-            if buffer.is_meta or not torch.equal(buffer, buffers[name]):
-                buffer.copy_(buffers[name])
+            if buffer.shape != value.shape:
+                buffer.resize_(value.shape)  # observers of quantisation begin empty
+            if buffer.is_meta or not torch.equal(buffer, value):
+                buffer.copy_(value)

@@ -74,6 +74,7 @@ class Step:
         """
         model = self.model
         model.zero_grad(set_to_none=True)
+        before = dict(model.named_buffers())
         with kept_buffers(model):
             with torch.set_grad_enabled(self.graph.training if gradients is None else gradients):
                 outputs, loss = run()
@@ -82,7 +83,12 @@ class Step:
                 loss=_copied(loss),
                 # Not copied: no other code refers to them, and the next step makes new ones.
                 gradients={name: p.grad for name, p in model.named_parameters()},
-                buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+                buffers={
+                    name: buffer.clone()
+                    for name, buffer in model.named_buffers()
+                    # A longer table in its place is made anew by each call, as capture found.
+                    if (old := before.get(name, buffer)) is buffer or old.shape == buffer.shape
+                },
                 cast_to=region_dtype(self.autocast),
             )
             model.zero_grad(set_to_none=True)
