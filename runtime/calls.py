@@ -224,7 +224,9 @@ def _check_constants(graph: OpGraph, flat: FlatCall) -> None:
             continue  # none was given: predict needs none, and `needed` says who does
         found, remedy = "was left out", "pass it as before, or make another pipeline without it"
         now = flat.leaves[path] if path in flat.leaves else default_of(flat, path)
-        if path in flat.leaves:
+        if isinstance(now, Tensor):
+            found, remedy = "is a tensor now", f"pass {text} as before, or a tensor in every call"
+        elif path in flat.leaves:
             found = f"is {now!r} now"
             remedy = "make another pipeline for the other value, or pass it as a tensor"
         if repr(now) != text:
@@ -379,8 +381,7 @@ def refuse_modes() -> None:
 
 def default_of(flat: FlatCall, path: str) -> Any:
     """Default that forward takes for an argument that is not passed."""
-    parameter = flat.spec.signature.parameters.get(path)
-    return inspect.Parameter.empty if parameter is None else parameter.default
+    return getattr(flat.spec.signature.parameters.get(path), "default", inspect.Parameter.empty)
 
 
 def refuse_blind_start(options: Options, target: Any, *, started: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,3 +105,80 @@ def test_what_another_call_may_find_is_refused(forward: Callable[..., Any], name
     assert LOG == []
     assert type(model(rows(4))) is Tensor
     LOG.clear()
+
+
+class _Keeps:
+    """A loss and a hook as objects; each keeps a tensor of its last call."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.kept.append(output.detach().mean())
+        return nn.functional.mse_loss(output, target)
+
+    def hook(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.kept.append(output.detach())
+
+
+class _Logging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = nn.functional.mse_loss(output, target)
+        self.last = found.detach()
+        return found
+
+
+def _in_its_closure() -> Callable[..., Tensor]:
+    kept: list[Tensor] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        kept.append(output.detach())
+        return nn.functional.mse_loss(output, target)
+
+    return loss
+
+
+def _in_its_file(output: Tensor, target: Tensor) -> Tensor:
+    LOG.append(output.detach())
+    return nn.functional.mse_loss(output, target)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(_in_its_closure, "kept"), (lambda: _in_its_file, "LOG"), (_Keeps, r"_Keeps\.kept"),
+     (lambda: partial(_Keeps().__call__), r"_Keeps\.kept"), (_Logging, r"_Logging\.last")],
+)  # fmt: skip
+def test_what_a_loss_keeps_is_refused(make: Callable[[], Any], name: str) -> None:
+    """Stages do not run its Python: a log would keep what it had when the model was captured."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    with pytest.raises(TraceError, match=f"leaves something in {name}") as caught:
+        captured(model, target=rows(4), loss_fn=make())
+    assert "test_global_state.py:" in str(caught.value.where)
+    assert LOG == []
+
+
+def test_what_a_hook_keeps_in_its_object_is_refused() -> None:
+    model, kept = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), _Keeps()
+    model[0].register_forward_hook(kept.hook)
+    with pytest.raises(TraceError, match=r"leaves something in _Keeps\.kept"):
+        captured(model)
+    assert kept.kept == []
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.mse_loss(output, target)
+
+
+def test_a_loss_that_is_an_object_may_count() -> None:
+    counts = _Counts()
+    captured(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), target=rows(4), loss_fn=counts)
+    assert counts.calls

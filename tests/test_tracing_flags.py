@@ -18,6 +18,7 @@ from pdcompile.options import Options
 from pdcompile.passes import trace
 from pdcompile.passes.trace import attempt as attempts
 from pdcompile.passes.trace.assumptions import Assumptions, Findings
+from pdcompile.passes.trace.interceptors import process_state
 from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH, TracingFlags
 from tests.helpers.captures import captured, make, rows
 
@@ -115,21 +116,18 @@ def test_a_model_that_is_as_eager_is_captured_once_with_a_loss_function_too(
     assert len(searches) == 1
 
 
-def test_the_question_is_put_back_as_it_was() -> None:
+def test_the_question_is_put_back_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.utils import import_utils
 
     plain, findings = import_utils.is_fake_tensor, Findings()
     with torch._subclasses.FakeTensorMode():
         fake = torch.ones(2)
 
-    class Unknown(TracingFlags):
-        def _is_constant(self, tensor: torch.Tensor) -> bool:
-            return False
-
+    monkeypatch.setattr(process_state, "read", lambda *call: None)  # no constant
     tape: Any = SimpleNamespace(
-        fakes=SimpleNamespace(findings=findings), assumed=Assumptions(), training=True
+        fakes=SimpleNamespace(findings=findings), assumed=Assumptions(), training=True, ops=[]
     )
-    with Unknown(tape).around():
+    with TracingFlags(tape).around():
         assert import_utils.is_fake_tensor(fake)
         assert findings.asked_of_inputs
     assert import_utils.is_fake_tensor is plain

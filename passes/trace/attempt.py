@@ -55,7 +55,7 @@ class Attempts:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._size = subject.size
+        self._size, self._splits = subject.size, subject.layout.splits
         self._recordings: dict[Kind, Recording] = {}
         self._recorded_for: tuple[str, ...] | None = None
         self._reads: AttributeReads
@@ -91,10 +91,6 @@ class Attempts:
     def recordings(self) -> tuple[Recording, ...]:
         """The recordings that the capture is made of."""
         return tuple(self._recordings.values())
-
-    @property
-    def _splits(self) -> bool:
-        return self._subject.layout.splits
 
     def _captured(self) -> Capture:
         subject = self._subject

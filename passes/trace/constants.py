@@ -15,8 +15,9 @@ from torch import Tensor
 from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.ir.execution import Lookup, run_op
 from pdcompile.ir.graph import CHECK, GraphInput, Op, OpGraph, Ref, walk, written_buffers
+from pdcompile.ir.opaque import tensors_among
 from pdcompile.ir.value_checks import is_pure, needed_ops
-from pdcompile.passes.trace.real_shapes import MAX_BYTES
+from pdcompile.passes.trace.real_shapes import MAX_BYTES, called
 from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.releases.torch_internals import NoTorchFunction, no_dispatch_modes
 
@@ -108,21 +109,14 @@ def read(
 ) -> tuple[Any] | None:
     """(the result of a call that reads values,) when all its tensors are constants; else None."""
 
-    def real(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        name = fakes.name(value)
-        found = evaluate(name.name, ops, fakes) if isinstance(name, Ref) else None
-        if found is None:
-            raise LookupError
-        return found
-
-    try:
-        arguments, named = [real(a) for a in args], {k: real(v) for k, v in kwargs.items()}
-    except LookupError:
-        return None
+    reals: dict[int, Any] = {}
+    for tensor in tensors_among((args, kwargs)):
+        name = fakes.name(tensor)
+        reals[id(tensor)] = evaluate(name.name, ops, fakes) if isinstance(name, Ref) else None
+        if reals[id(tensor)] is None:
+            return None
     with no_dispatch_modes():
-        return (func(*arguments, **named),)
+        return (called(func, args, kwargs, reals),)
 
 
 def evaluate(

@@ -1,4 +1,5 @@
-"""State of the user's code outside of the model: globals of its files, and attributes of classes.
+"""State of the user's code outside of the model: globals of its files, attributes of classes and of
+objects whose methods are called, closures.
 
 A recording must leave none of its fake tensors there, or the user's own next call would find one in
 a table or a functools cache.  A number there that calls change is state of the model, and refused.
@@ -12,7 +13,8 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 
 from pdcompile.eager.snapshot import tensors_at
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.observer import is_user, source_of_class
+from pdcompile.passes.trace.tape.observer import is_user, source_of_line
 from pdcompile.releases.torch_internals import FakeTensor
 
 _LARGE = 1_000  # containers with more items are data, not tables of forward
@@ -30,19 +32,37 @@ _CACHE: Any = type(functools.lru_cache(maxsize=1)(len))
 
 
 class GlobalState:
-    """Classes of a model, the files that they are written in, and the containers in both."""
+    """Functions that calls of a model run (forwards, the loss, hooks) with their closures, classes
+    and objects that these are of, their files, and the containers in all of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self._places: dict[int, tuple[Any, str, str | None]] = {}  # by id: place, name, line
         self._before: list[tuple[Any, str, str | None, Any]] = []
-        classes = {base for module in model.modules() for base in type(module).__mro__}
-        for cls in filter(_of_user, classes):
-            where = source_of_class(cls)
-            for owner, prefix in ((cls, f"{cls.__qualname__}."), (sys.modules[cls.__module__], "")):
-                self._places.setdefault(id(owner), (owner, prefix, where))
-                for name, value in vars(owner).items():
-                    if not name.startswith("__"):
-                        self._enter(value, f"{prefix}{name}", where, 2)
+        modules = {id(module): module for module in model.modules()}
+        tables = [
+            t for one in modules.values() for t in (one._forward_hooks, one._forward_pre_hooks)
+        ]
+        hooks = [hook for table in tables for hook in table.values()]
+        for called in (*modules.values(), loss_fn, *hooks):
+            function, owner = _unwrapped(called)
+            code = getattr(function, "__code__", None)
+            where = code and source_of_line(code.co_filename, code.co_firstlineno)
+            for one in filter(_of_user, (function, *type(owner).__mro__)):
+                self._enter_owner(sys.modules[one.__module__], "", where)
+                self._enter_owner(one, f"{one.__qualname__}.", where)
+                if one is type(owner) and id(owner) not in modules:  # those are the model's state
+                    self._enter_owner(owner, f"{one.__qualname__}.", where)
+            cells = getattr(function, "__closure__", None) or ()
+            for name, cell in zip(code.co_freevars if code else (), cells, strict=True):
+                with suppress(ValueError):  # it is empty
+                    self._enter(cell.cell_contents, name, where, 2)
+
+    def _enter_owner(self, owner: Any, prefix: str, where: str | None) -> None:
+        if id(owner) not in self._places and hasattr(owner, "__dict__"):
+            self._places[id(owner)] = (owner, prefix, where)
+            for name, value in vars(owner).items():
+                if not name.startswith("__"):
+                    self._enter(value, f"{prefix}{name}", where, 2)
 
     def _enter(self, value: Any, name: str, where: str | None, depth: int) -> None:
         container = isinstance(value, dict | list | deque | set) and len(value) <= _LARGE
@@ -72,50 +92,53 @@ class GlobalState:
             TraceError: a number was changed, or a tensor kept that differs between calls.
         """
         for place, prefix, where, before in self._before:
-            now = _content(place)
-            if isinstance(now, list):
-                now, before = {"": now}, {"": now if len(now) == len(before) else None}
-            for name, value in now.items():
-                if before.get(name, self) is value or str(name).startswith("__"):
+            # An object may count its calls: whether what it computes changes too, others watch.
+            counts = not hasattr(place, "__dict__") or isinstance(place, type | ModuleType)
+            for name, value in _content(place).items():
+                old = before.get(name, self)
+                if old is value or str(name).startswith("__"):
                     continue
-                counted = _is_number(value) and _is_number(before.get(name))
-                if counted or any(not alike(t) for t in _fakes_in(value)):
+                numbers = (isinstance(n, int | float) and type(n) is not bool for n in (old, value))
+                if (counts and all(numbers)) or any(not alike(t) for t in _fakes_in(value)):
                     shown = f"{prefix}[{name!r}]" if isinstance(place, dict) else f"{prefix}{name}"
                     raise refusals.error(refusals.CHANGED_OUTSIDE, shown, where)
 
 
-def _of_user(cls: type) -> bool:
-    """True if a class is in a file of the user, outside of installed packages."""
-    file = str(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
+def _unwrapped(called: Any) -> tuple[Any, Any]:
+    """The function that a call runs, and the object whose method it is."""
+    while isinstance(called, functools.partial):
+        called = called.func
+    if not isinstance(called, FunctionType | MethodType):
+        called = getattr(called, "forward" if isinstance(called, nn.Module) else "__call__", None)
+    return getattr(called, "__func__", called), getattr(called, "__self__", called)
+
+
+def _of_user(one: Any) -> bool:
+    """True if a class or function is in a file of the user, outside of installed packages."""
+    home = sys.modules.get(getattr(one, "__module__", ""))
+    file = str(getattr(home, "__file__", None) or "<")
     return is_user(file) and "-packages" not in file
 
 
-def _content(place: Any) -> Any:
+def _content(place: Any) -> dict[Any, Any]:
     if isinstance(place, list | deque | set):
-        return list(place)
+        return {"": list(place)}
     return dict(place if isinstance(place, dict) else vars(place))
 
 
-def _clean(place: Any, before: Any) -> None:
-    now = _content(place)
-    if isinstance(now, list):
-        if any(map(_fakes_in, now)):
-            place.clear()
-            (place.update if isinstance(place, set) else place.extend)(before)
-        return
+def _clean(place: Any, before: dict[Any, Any]) -> None:
     table = isinstance(place, dict)
     put, remove = (operator.setitem, operator.delitem) if table else (setattr, delattr)
-    for name, value in now.items():
+    for name, value in _content(place).items():
         if not _fakes_in(value):
             continue
-        if name in before:
+        if isinstance(place, list | deque | set):
+            place.clear()
+            (place.update if isinstance(place, set) else place.extend)(before[name])
+        elif name in before:
             put(place, name, before[name])
         else:
             remove(place, name)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _fakes_in(value: Any) -> list[torch.Tensor]:

@@ -79,9 +79,9 @@ CHANGED_WITH_GRADIENT: Refusal = (
     "an opaque module sets is not captured; a later call gets it as an input, detached",
 )
 CHANGED_OUTSIDE: Refusal = (
-    "forward leaves something in {} that another call may find",
+    "a call leaves something in {} that another call may find",
     "keep state that changes per call in a registered buffer and write it in place (add_, copy_); "
-    "count and log outside of forward",
+    "count and log between steps, from result.loss and result.outputs",
 )
 REBOUND: Refusal = (
     "forward rebinds {} to a new tensor",

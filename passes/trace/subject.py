@@ -53,7 +53,7 @@ class Subject(CaptureCall):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", ModuleTable(self.model))
-        object.__setattr__(self, "global_state", GlobalState(self.model))
+        object.__setattr__(self, "global_state", GlobalState(self.model, self.loss_fn))
 
 
 def device_of(model: nn.Module, flat: FlatCall) -> torch.device:

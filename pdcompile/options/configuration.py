@@ -364,7 +364,7 @@ def _num_microbatches(options: Options, stages: int, batch_size: int, splits: bo
     most = max((given, *(options.microbatch_counts or ())))
     if splits and most > batch_size:
         message = f"{most} microbatches of a minibatch of {batch_size} samples"
-        remedy = f"microbatches={batch_size} or fewer, or a larger minibatch"
+        remedy = f"microbatches={batch_size}{' or fewer' * (batch_size > 1)}, or a larger minibatch"
         raise ConfigError(message, remedy=remedy)
     return int(given if splits else most)  # several are refused where nothing splits
 

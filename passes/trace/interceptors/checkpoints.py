@@ -52,16 +52,12 @@ def _reentrant(tape: Tape, function: Any, preserve: bool, *inputs: Any) -> Any:
     As in eager, parameters get no gradient when no input of the region does, and the gradients
     for an input are summed in the region before they meet those of its other readers.
     """
-    grad = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-    if not (grad and torch.is_grad_enabled()):
+    needed = [isinstance(x, torch.Tensor) and x.requires_grad for x in inputs]
+    if not (any(needed) and torch.is_grad_enabled()):
         with torch.no_grad():
             return function(*inputs)
-    inside = [
-        tape.call(torch.Tensor.view_as, (x, x))
-        if isinstance(x, torch.Tensor) and x.requires_grad
-        else x
-        for x in inputs
-    ]
+    pairs = zip(inputs, needed, strict=True)
+    inside = [tape.call(torch.Tensor.view_as, (x, x)) if own else x for x, own in pairs]
     start = len(tape.ops)
     result = function(*inside)
     check_region(tape.ops[start:], preserve)

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from pdcompile.ir.graph import Ref
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.constants import evaluate
+from pdcompile.passes.trace.constants import read
 from pdcompile.passes.trace.tape.interceptor import Interceptor, patched
 from pdcompile.passes.trace.tape.observer import is_user, source_of_line
 
@@ -106,7 +105,7 @@ class TracingFlags(Interceptor):
         plain: Any = getattr(module, QUESTION, None)
 
         def is_fake_tensor(x: Any) -> bool:
-            if not plain(x) or self._is_constant(x):
+            if not plain(x) or read(torch.clone, (x,), {}, tape.ops, tape.fakes):  # a constant
                 return False
             tape.fakes.findings.asked_of_inputs = True
             return True
@@ -125,9 +124,3 @@ class TracingFlags(Interceptor):
 
         with patched((torch, "is_grad_enabled", is_grad_enabled), *places):
             yield
-
-    def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor depends on constants alone, so that its value can be read."""
-        tape = self.tape
-        name = tape.fakes.name(tensor)
-        return isinstance(name, Ref) and evaluate(name.name, tape.ops, tape.fakes) is not None

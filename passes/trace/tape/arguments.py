@@ -19,6 +19,8 @@ NO_OP_CASTS = frozenset(
     for name in ("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int")
 )
 
+_BUILTINS: dict[Any, Any] = {int: int.__index__, float: float.__float__, str: str.__str__}
+
 
 def target_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,12 +102,9 @@ def to_argument(
     if isinstance(value, slice):
         parts = (value.start, value.stop, value.step)
         return Slice(*(to_argument(part, tensor, device) for part in parts))
-    if isinstance(value, int):
-        return int.__index__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, str):
-        return str.__str__(value)
+    for kind, plain in _BUILTINS.items():
+        if isinstance(value, kind):
+            return plain(value)
     return _number_or_refuse(value)
 
 

@@ -55,7 +55,7 @@ class FakeTensors:
         self.mode = mode
         self.device = device
         self._fake_of: dict[int, torch.Tensor] = {}  # id of a real or kept tensor -> its fake
-        self._real_of: dict[int, torch.Tensor] = {}  # id of a fake -> the real tensor
+        self.real_of: dict[int, torch.Tensor] = {}  # id of a fake -> the real tensor
         self._attribute: dict[int, str] = {}  # id of a fake -> FQN
         self.value_names: dict[int, str] = {}  # id of a fake -> value name
         self.objects: dict[str, torch.Tensor] = {}
@@ -110,7 +110,7 @@ class FakeTensors:
             self.constants[fqn] = tensor
         fake = self.fake_like(tensor)
         self._fake_of[id(tensor)] = fake
-        self._real_of[id(fake)] = tensor
+        self.real_of[id(fake)] = tensor
         self._attribute[id(fake)] = fqn
         self._kept += [fake, tensor]
         self._model_at.setdefault(storage_key(fake), []).append(fqn)
@@ -178,9 +178,6 @@ class FakeTensors:
 
     def known(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self.value_names or id(tensor) in self._attribute
-
-    def real_of(self, fake: torch.Tensor) -> torch.Tensor | None:
-        return self._real_of.get(id(fake))
 
     def name(self, tensor: torch.Tensor) -> Argument:
         """The argument that stands for a tensor.

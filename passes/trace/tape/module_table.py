@@ -218,7 +218,7 @@ def _equal(module: nn.Module, twin: nn.Module) -> bool:
     if _tensors(module) != _tensors(twin):
         return False
     return all(
-        name in vars(twin) and _same(value, vars(twin)[name])
+        name in vars(twin) and repr(value) == repr(vars(twin)[name])
         for name, value in _attributes(module).items()
     )
 
@@ -242,10 +242,6 @@ def _tensors(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
     parameters = module.named_parameters(remove_duplicate=False)
     buffers = module.named_buffers(remove_duplicate=False)
     return [(name, tensor.shape, tensor.dtype) for name, tensor in (*parameters, *buffers)]
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -70,7 +70,7 @@ class Results:
     def _tensor(self, name: str, result: torch.Tensor, written: set[int]) -> torch.Tensor:
         changed = storage_key(result) in written
         # `self.count += 1` must return the same tensor object that the module holds.
-        real = self._fakes.real_of(result) if changed else None
+        real = self._fakes.real_of.get(id(result)) if changed else None
         # In eval mode dropout(x) returns x, but has to be this op's value, as in train mode.
         if real is not None or (self._fakes.known(result) and not changed):
             result = torch.ops.aten.alias.default(result)
