@@ -167,8 +167,7 @@ def run_passes(
     """`build`, every pass run by `step`, which times it and writes its form; `wider`: the plan of a
     search over more settings, whose choices are the options."""
     apply_overrides(model)
-    made = fastest(model, flat, options, num_ranks, step)
-    options, layout, chosen, whole, captured, plan = made
+    options, layout, chosen, whole, captured, plan = fastest(model, flat, options, num_ranks, step)
     if not captured.train.sizes.holds_parts(layout.size, plan.training.num_microbatches):
         step.listener.told("captured again: microbatches are to be of one sample")
         options = replace(options, **choices_of(plan))
@@ -189,8 +188,7 @@ def run_passes(
     check_memory(chosen.cluster, plan)
     _write_capture(whole, options, plan, step.listener)
     captured = boundaries.as_planned(captured, plan)
-    sources = step("sources", lambda: codegen.generate(captured, plan))
-    sources = user_sources(options, sources)
+    sources = user_sources(options, step("sources", lambda: codegen.generate(captured, plan)))
     if times_compiled(options, model):
         size, backend = _largest(layout, plan), options.stage_compiler
         given = captured.train, plan, sources, model, resize(flat, layout, size).leaves
@@ -295,8 +293,7 @@ def _in_parts(
     if chosen.training.parts == 1:
         return chosen, whole
     cut = partial(_first_cut, model, whole, options, chosen, step.listener)
-    divided = partial(in_parts, whole, chosen.training, cut, evaluates=evaluates)
-    captured = step("parts", divided)
+    captured = step("parts", partial(in_parts, whole, chosen.training, cut, evaluates=evaluates))
     refuse_hooks(dict(model.named_parameters()), captured.division)
     training = replace(chosen.training, split=captured.division.split)
     return replace(chosen, training=training), captured

@@ -18,7 +18,7 @@ from pdcompile.checkpoint.contents import Contents
 from pdcompile.checkpoint.folder import newest
 from pdcompile.checkpoint.manifest import PLAN
 from pdcompile.cluster import Cluster
-from pdcompile.errors import ConfigError, PdcompileError, PlanError, SourceError
+from pdcompile.errors import ConfigError, PdcompileError, PlanError, SourceError, some
 from pdcompile.hardware import devices
 from pdcompile.hardware.host import memory_bytes
 from pdcompile.ir.graph import Capture, LeftOut, OpGraph, fingerprint, walk
@@ -149,9 +149,8 @@ def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
     Raises:
         PdcompileError: it is damaged, or of another number of ranks.
     """
-    if options.resume is None or options.plan is not None or options.sources is not None:
-        return options
-    place = newest(Path(options.resume))
+    given = options.plan is not None or options.sources is not None
+    place = None if options.resume is None or given else newest(Path(options.resume))
     if place is None:
         return options
     plan = Plan.from_json(Contents(place).plan_text(), where=str(place / PLAN))
@@ -161,7 +160,11 @@ def with_saved_plan(options: Options, num_ranks: int | None) -> Options:
             where=str(place),
             remedy=f"torchrun --nproc-per-node={plan.num_processes}, or give plan= too",
         )
-    return replace(options, plan=plan, plan_file=str(place / PLAN))
+    # The program still says how to search, as when it began; that search is over.
+    over = {name: row.unsaid for name, row in ROWS.items() if row.of_search}
+    if f"constraints {some([*map(str, options.constraints)], 8)}" not in plan.certificate.scope:
+        del over["constraints"]  # the plan was made under others
+    return replace(options, plan=plan, plan_file=str(place / PLAN), **over)
 
 
 def check_minibatch(options: Options, layout: BatchLayout) -> None:

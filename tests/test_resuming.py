@@ -17,6 +17,7 @@ from pdcompile.cli import main
 from pdcompile.cluster import Cluster
 from pdcompile.errors import CheckpointError, ConfigError, InputError, NotPrepared
 from pdcompile.position import Position
+from pdcompile.problem.constraints import CutAt
 from tests.helpers.alike import WORKLOAD
 from tests.helpers.changes import Rich, batch
 from tests.helpers.launch import processes
@@ -81,6 +82,31 @@ def test_a_plan_that_does_not_fit_is_made_anew(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="the plan is damaged"):
         third = compiled(tmp_path).prepare(batch(0)[0], target=batch(0)[1])
     assert third.position == Position(4)
+
+
+@pytest.mark.parametrize(
+    "search",
+    [{"time_limit": 5.0}, {"cut_tolerance": 0.05}, {"max_staleness": 1, "schedule": "auto"},
+     {"constraints": (CutAt("*"),)}],
+    ids=lambda search: next(iter(search)),
+)  # fmt: skip
+def test_options_of_the_search_are_no_reason_to_plan_anew(search: Any, tmp_path: Path) -> None:
+    """The program that goes on is the one that began, and says how to search."""
+    first = compiled(None, **search)
+    train(first, 0, 1)
+    first.save(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the plan in the checkpoint is not used")
+        second = compiled(tmp_path, **search).prepare(batch(0)[0], target=batch(0)[1])
+    assert second.plan.stages == first.plan.stages
+
+
+def test_a_plan_is_made_anew_under_other_constraints(tmp_path: Path) -> None:
+    first = compiled(None)
+    train(first, 0, 1)
+    first.save(tmp_path)
+    with pytest.warns(UserWarning, match="the plan in the checkpoint is not used: constraints"):
+        compiled(tmp_path, constraints=(CutAt("*"),)).prepare(batch(0)[0], target=batch(0)[1])
 
 
 def test_a_scheduler_is_missed_when_training_goes_on_without_it(tmp_path: Path) -> None:
