@@ -34,6 +34,17 @@ def test_writes_that_no_counter_counts_are_seen(write: Any, turned: bool) -> Non
     assert write_state(tensor) != before
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_writes_of_sparse_tensors_are_seen(layout: torch.layout) -> None:
+    dense = torch.eye(6) + torch.eye(6).roll(1, 0)
+    tensor = dense.to_sparse(layout=layout)
+    before = write_state(tensor)
+    assert write_state(tensor) == before
+    values = tensor._values() if layout is torch.sparse_coo else tensor.values()
+    values.data[3] = 7.0
+    assert write_state(tensor)[2] != before[2]
+
+
 @given(st.integers(0, 6 * 8 * 32 - 1))
 def test_each_bit_counts(bit: int) -> None:
     tensor = torch.arange(48.0).reshape(6, 8)

@@ -43,6 +43,32 @@ def test_a_model_with_a_loss_of_its_own_may_count_its_items() -> None:
     assert float(pipe.step(**call).loss) == pytest.approx(float(model(**call)["loss"]))
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        result: Tensor = self.lin(x)
+        return result if mask is None else result * mask
+
+
+def test_a_tensor_in_the_place_of_none_is_told_as_one() -> None:
+    options = {"loss_fn": nn.functional.mse_loss, "costs": "estimated", "microbatches": 2}
+    pipe, x = pdcompile.compile(Masked(), cluster="local:1", **options), torch.randn(4, 8)
+    pipe.step(x, None, target=x)
+    with pytest.raises(InputError, match="this input is a tensor now, and was None") as caught:
+        pipe.step(x, torch.ones(4, 8), target=x)
+    assert caught.value.remedy == "pass None as before, or a tensor in every call"
+
+
+def test_a_minibatch_of_one_sample_takes_one_microbatch() -> None:
+    pipe = pdcompile.compile(nn.Linear(8, 8), loss_fn=nn.functional.mse_loss, microbatches=2)
+    with pytest.raises(ConfigError, match="2 microbatches of a minibatch of 1") as caught:
+        pipe.step(torch.randn(1, 8), target=torch.randn(1, 8))
+    assert caught.value.remedy == "microbatches=1, or a larger minibatch"
+
+
 def test_a_reduction_that_raises_is_named_with_what_it_was_given() -> None:
     pipe, _, call = tagging(lambda args, kwargs, target: kwargs["labels"].numel())
     with pytest.raises(ConfigError, match="loss_reduction fails: KeyError") as caught:

@@ -364,6 +364,22 @@ def test_a_loss_with_parameters_belongs_into_the_model() -> None:
     with pytest.raises(TraceError, match=r"^loss_fn uses a tensor of shape \(8,\)") as refused:
         captured(make(lambda self, x: self.lin(x)), loss_fn=loss, target=rows())
     assert "let the model hold" in str(refused.value.remedy)
+    assert "test_trace_refusals.py:" in str(refused.value.where)
+
+
+def test_a_teacher_in_the_loss_is_a_constant_once_it_needs_no_gradients() -> None:
+    teacher = nn.Linear(8, 8)
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(target)
+        return (out - wanted).square().mean()
+
+    with pytest.raises(TraceError, match=r"^loss_fn uses a tensor of shape \(8, 8\)") as refused:
+        captured(make(lambda self, x: self.lin(x)), loss_fn=loss, target=rows())
+    assert "eval() and requires_grad_(False)" in str(refused.value.remedy)
+    teacher.eval().requires_grad_(False)  # as the remedy says
+    captured(make(lambda self, x: self.lin(x)), loss_fn=loss, target=rows())
 
 
 class Counted(nn.Module):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import pdcompile
 from pdcompile.errors import TraceError
-from tests.helpers.captures import captured, faithful, make, targets
+from tests.helpers.captures import captured, faithful, make, rows, targets
 
 
 def test_a_module_that_runs_on_lent_weights_is_captured_inside() -> None:
@@ -150,6 +152,43 @@ class Sparse(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = torch.sparse.mm(torch.eye(8).to_sparse(), x.t()).t()
         return result
+
+
+class Adjacent(nn.Module):
+    """Has a sparse matrix in an attribute."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.adjacent = torch.eye(8).roll(1, 0).to_sparse(layout=layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.sparse.mm(self.adjacent, x.t()).t()
+        return result
+
+
+def _graph_network(layout: torch.layout) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Adjacent(layout), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_sparse_attributes_are_kept_with_their_module(layout: torch.layout, schedule: str) -> None:
+    """Writes of them are looked for while microbatches are in flight."""
+    with pytest.raises(TraceError, match="not dense"):
+        captured(Adjacent(layout))
+    options: dict[str, Any] = {
+        "loss_fn": nn.functional.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "microbatches": 4, "schedule": schedule,
+    }  # fmt: skip
+    local = {"cluster": "local:2", "costs": "estimated"}
+    plain = pdcompile.reference(_graph_network(layout), **options)
+    x, y = rows(8), torch.zeros(8, 8)
+    with pdcompile.compile(_graph_network(layout), **options, **local) as pipe:
+        with pytest.warns(UserWarning, match="opaque.*not dense"):
+            pipe.prepare(x, target=y)
+        for _ in range(3):
+            assert float(pipe.step(x, target=y).loss) == float(plain.step(x, target=y).loss)
 
 
 def test_sparse_matrices_are_kept_with_the_module_that_makes_them() -> None:

@@ -58,8 +58,7 @@ def check_order(
                     found = first or record(kind)
                 except TraceError:
                     raise refusal from None
-            if kind[0]:
-                cached_tensors.trained += 1
+            cached_tensors.trained += kind[0]
             same_state = is_alike(left.setdefault(kind, State(model)))
             if not (same_state and same(found, expected.setdefault(kind, found))):
                 raise refusal

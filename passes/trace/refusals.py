@@ -40,7 +40,8 @@ LOSS_AS_TENSOR = (
     "return the loss as the tensor that it is, without item() or float(): gradients need it"
 )
 LOSS_WITH_PARAMETERS = (
-    "let the model hold the module that has it, and return the loss (no loss_fn then)"
+    "a module that is not trained: eval() and requires_grad_(False) once, before the first step; "
+    "else let the model hold the module that has it, and return the loss (no loss_fn then)"
 )
 NO_PARAMETER = " that requires grad and is not a parameter of the model"
 APART = ", or move these lines into a submodule, which is then opaque"

@@ -31,6 +31,8 @@ def digest(tensor: Tensor) -> int:
     """A 64-bit hash of all values; equal for equal bits in equal memory order."""
     if tensor.is_meta or not tensor.numel():
         return 0
+    if tensor.layout is not torch.strided:  # of a sparse one the entries that it has
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
     plain = tensor.detach().resolve_conj().resolve_neg()
     order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
     flat = flat_bytes(plain.permute(order))  # no copy where all lies side by side

@@ -22,10 +22,7 @@ MISSING = object()  # the value of an attribute that is not there
 
 def of_class(kind: type, name: str) -> Any:
     """The object under the name in a class or its bases."""
-    for base in kind.__mro__:
-        if name in vars(base):
-            return vars(base)[name]
-    return MISSING
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), MISSING)
 
 
 def attribute(owner: Any, name: str, of_class: Callable[[type, str], Any] = of_class) -> Any:

@@ -17,7 +17,7 @@ from pdcompile.passes.trace.cached_tensors import CachedTensors
 from pdcompile.passes.trace.interceptors.size_reads import TracedSize
 from pdcompile.passes.trace.tape.arguments import with_parts
 from pdcompile.passes.trace.tape.module_table import ModuleTable
-from pdcompile.passes.trace.tape.observer import storage_key
+from pdcompile.passes.trace.tape.observer import locate, storage_key
 from pdcompile.releases.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -158,9 +158,11 @@ class FakeTensors:
         return make(0, dtype=tensor.dtype).set_(self._memory[key], *place)
 
     def _constant(self, tensor: torch.Tensor) -> str:
+        storage_key(tensor)  # refuses what is not dense
         if tensor.requires_grad:
             raise TraceError(
                 f"forward uses a tensor of shape {tuple(tensor.shape)}{refusals.NO_PARAMETER}",
+                where=locate()[0],
                 remedy="register it as nn.Parameter on a module, or detach() it",
             )
         return self.table.constant(tensor, self.unnamed.get(id(tensor), "constant"))
