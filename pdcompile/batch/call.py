@@ -300,10 +300,10 @@ def _unusable(leaf: Any) -> tuple[str, str] | None:
         return None
     kind = type(leaf).__qualname__
     whole = "step(**batch) passes its entries by keyword; or " if mapping else ""
+    way = "utils._pytree.register_pytree_node" if mapping else "export.register_dataclass"
     return (
         f"tensors are hidden inside an object of class {kind}",
-        f"{whole}pass a plain dict or tuple, or register {kind} with "
-        "torch.utils._pytree.register_pytree_node",
+        f"{whole}pass a plain dict or tuple, or register {kind} with torch.{way}",
     )
 
 

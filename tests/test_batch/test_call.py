@@ -113,6 +113,26 @@ class Hidden:
     ids: Tensor
 
 
+@dataclass
+class Registered:
+    ids: Tensor
+    scale: float = 2.0
+
+
+def test_a_data_class_is_flattened_once_it_is_registered() -> None:
+    with pytest.raises(InputError, match="class Registered") as caught:
+        call(Registered(rows(2)))
+    assert str(caught.value.remedy).endswith(
+        "register Registered with torch.export.register_dataclass"
+    )
+    torch.export.register_dataclass(Registered)  # as the remedy says
+    flat = call(Registered(rows(2)))
+    args, _, _ = flat.unflatten(flat.leaves)
+    assert isinstance(args[0], Registered)
+    assert args[0].scale == 2.0
+    assert [type(leaf) for leaf in flat.leaves.values()][:2] == [Tensor, float]
+
+
 def test_leaves_that_cannot_be_split_are_refused() -> None:
     for value, said in [
         (Hidden(rows(2)), "hidden inside an object of class Hidden"),
