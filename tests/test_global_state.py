@@ -147,10 +147,27 @@ def _in_its_file(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
+class _Meter:
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def update(self, value: Tensor) -> None:
+        self.values.append(value)
+
+
+METER = _Meter()
+
+
+def _in_a_meter(output: Tensor, target: Tensor) -> Tensor:
+    METER.update(output.detach())
+    return nn.functional.mse_loss(output, target)
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [(_in_its_closure, "kept"), (lambda: _in_its_file, "LOG"), (_Keeps, r"_Keeps\.kept"),
-     (lambda: partial(_Keeps().__call__), r"_Keeps\.kept"), (_Logging, r"_Logging\.last")],
+     (lambda: partial(_Keeps().__call__), r"_Keeps\.kept"), (_Logging, r"_Logging\.last"),
+     (lambda: _in_a_meter, r"METER\.values")],
 )  # fmt: skip
 def test_what_a_loss_keeps_is_refused(make: Callable[[], Any], name: str) -> None:
     """Stages do not run its Python: a log would keep what it had when the model was captured."""
@@ -158,7 +175,7 @@ def test_what_a_loss_keeps_is_refused(make: Callable[[], Any], name: str) -> Non
     with pytest.raises(TraceError, match=f"leaves something in {name}") as caught:
         captured(model, target=rows(4), loss_fn=make())
     assert "test_global_state.py:" in str(caught.value.where)
-    assert LOG == []
+    assert LOG == METER.values == []
 
 
 def test_what_a_hook_keeps_in_its_object_is_refused() -> None:

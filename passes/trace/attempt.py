@@ -58,7 +58,6 @@ class Attempts:
         self._size, self._splits = subject.size, subject.layout.splits
         self._recordings: dict[Kind, Recording] = {}
         self._recorded_for: tuple[str, ...] | None = None
-        self._reads: AttributeReads
         self.assumed = Assumptions()  # of the last attempt
 
     def __call__(self, assumed: Assumptions) -> Capture:

@@ -22,6 +22,7 @@ from torch import nn
 
 from pdcompile.eager.snapshot import tensors_at
 from pdcompile.passes.trace import refusals
+from pdcompile.passes.trace.attribute_reads import is_plain_object
 from pdcompile.passes.trace.tape.observer import is_user, source_of_line
 from pdcompile.releases.torch_internals import FakeTensor
 
@@ -57,12 +58,12 @@ class GlobalState:
                 with suppress(ValueError):  # it is empty
                     self._enter(cell.cell_contents, name, where, 2)
 
-    def _enter_owner(self, owner: Any, prefix: str, where: str | None) -> None:
+    def _enter_owner(self, owner: Any, prefix: str, where: str | None, depth: int = 2) -> None:
         if id(owner) not in self._places and hasattr(owner, "__dict__"):
             self._places[id(owner)] = (owner, prefix, where)
             for name, value in vars(owner).items():
                 if not name.startswith("__"):
-                    self._enter(value, f"{prefix}{name}", where, 2)
+                    self._enter(value, f"{prefix}{name}", where, depth)
 
     def _enter(self, value: Any, name: str, where: str | None, depth: int) -> None:
         container = isinstance(value, dict | list | deque | set) and len(value) <= _LARGE
@@ -70,6 +71,8 @@ class GlobalState:
             self._places[id(value)] = (value, name, where)
             for item in value.values() if isinstance(value, dict) else value:
                 self._enter(item, name, where, depth - 1)
+        elif depth and is_plain_object(value) and _of_user(type(value)):
+            self._enter_owner(value, f"{name}.", where, depth - 1)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:

@@ -201,7 +201,4 @@ def _no_scalar(loss: Any) -> tuple[str, str]:
         return "a Python number", refusals.LOSS_AS_TENSOR
     if loss is None:
         return "None", "let it return the loss"
-    return (
-        f"a {type(loss).__name__}",
-        "return the loss alone; let the model return other results",
-    )
+    return f"a {type(loss).__name__}", "return the loss alone; let the model return other results"
