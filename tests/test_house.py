@@ -21,12 +21,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_546,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_990),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_637),
-    "trace": (("passes/trace",), 6_487),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_636),
+    "trace": (("passes/trace",), 6_486),
     "costs": (("passes/costs", "passes/profile"), 3_555),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_157,
+        9_155,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_692),
     "schedules": (
