@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pdcompile
+from pdcompile.eager import split_backward
 from pdcompile.eager.split_backward import Entrance, Rest, accumulate, first_part
 from pdcompile.ir import stage_run
 from tests.helpers import models
@@ -164,6 +165,48 @@ def test_a_root_that_only_parameters_need() -> None:
     assert all(one.grad is None for one in stage.parameters())
     rest.run()
     assert stage.first.weight.grad is not None
+
+
+def test_microbatches_of_one_form_are_divided_once_and_no_others_like_them() -> None:
+    """Layers that change places, a branch, a frozen parameter, a hook: each as in one backward."""
+    stage = Stage("linear")
+    twin = copy.deepcopy(stage)
+    paths: list[Callable[[Stage, Tensor], Tensor]] = [
+        lambda one, x: one.second(torch.relu(one.first(x))),
+        lambda one, x: one.first(torch.relu(one.second(x))),  # the same form, of other leaves
+        lambda one, x: one.second(torch.relu(one.second(x))),
+        lambda one, x: one.second(one.first(x)) + x,
+        lambda one, x: one.second(one.first(x + x)),
+    ]
+    split_backward._parted.cache_clear()
+
+    def run(one: Stage, split: bool) -> list[Tensor]:
+        sent = []
+        for number in range(25):
+            torch.manual_seed(number)
+            one.first.weight.requires_grad_(number < 10)
+            if number == 15:
+                one.second.weight.register_hook(lambda gradient: gradient * 2)
+            entrance = Entrance(torch.randn(6, 8))
+            roots: Any = [(paths[number % 5](one, entrance.value), torch.randn(6, 8))]
+            if split:
+                first_part(roots, [entrance.leaf]).run()
+            else:
+                accumulate(roots)
+            found = entrance.take()
+            assert found is not None
+            sent.append(found)
+        return sent
+
+    for ours, theirs in zip(run(stage, True), run(twin, False), strict=True):
+        assert torch.equal(ours, theirs)
+    for (name, ours), theirs in zip(stage.named_parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        assert ours.grad is None or theirs.grad is None or torch.equal(ours.grad, theirs.grad), name
+    divided = split_backward._parted.cache_info()
+    # Not divided again: layers that changed places, all five that come again at first and in the
+    # end, and between them, of the frozen layer, the one that does not use it.
+    assert (divided.hits, divided.misses) == (1 + 5 + 1 + 5, 4 + 4 + 5)
 
 
 def compare(model: nn.Module, stages: int, **options: Any) -> None:

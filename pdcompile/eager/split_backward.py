@@ -13,14 +13,17 @@ not split at all: whatever they hang onto the graph runs once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from functools import lru_cache
+from graphlib import TopologicalSorter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+_NOWHERE = -1  # in place of a node's number, of what hangs on none
 
 
 class Entrance:
@@ -37,7 +40,8 @@ class Entrance:
         self.leaf = received.detach().requires_grad_()
         self.value = self.leaf.view_as(self.leaf)
         self._found: list[Tensor | None] = []
-        get_gradient_edge(self.value).node.register_prehook(_keeper(self._found, (None,)))
+        made: Any = self.value.grad_fn
+        made.register_prehook(_keeper(self._found, (None,)))
 
     @property
     def gradient(self) -> Tensor | None:
@@ -100,95 +104,91 @@ def accumulate(
 
 def first_part(roots: Sequence[Root], wanted: Iterable[Tensor]) -> Rest:
     """Run backward as far as it leads to the `wanted` leaves; returns what is left to do."""
-    graph, rest = _Graph(roots), Rest()
-    early, ends = graph.parted(wanted)
-    kept: dict[Node, list[Tensor | None]] = {node: [] for node in ends if node is not None}
-    handles = [node.register_prehook(_keeper(found)) for node, found in kept.items()]
+    graph, rest = _Graph(roots, {id(one) for one in wanted}), Rest()
+    early, ends = _parted(tuple(graph.forms), tuple(graph.roots))
+    kept: dict[int, list[Tensor | None]] = {end: [] for end, _ in ends if end != _NOWHERE}
+    handles = [graph.nodes[end].register_prehook(_keeper(found)) for end, found in kept.items()]
     try:
-        leaves = [one for node, one in graph.leaves.items() if node in early]
+        leaves = [leaf for n, leaf in graph.leaves.items() if n in early]
         if leaves:
             accumulate(roots, leaves, again=bool(ends))
     finally:
         for handle in handles:
             handle.remove()
-    outside = [root for root, node in zip(roots, graph.roots, strict=True) if node not in early]
-    rest.add(outside, ends.pop(None, []))
-    for node, leaves in ends.items():
-        assert node is not None
-        found = [
-            (GradientEdge(node, n), one) for n, one in enumerate(kept[node]) if one is not None
-        ]
-        rest.add([*found], leaves)
+    for end, later in ends:
+        if end == _NOWHERE:
+            left = [root for root, n in zip(roots, graph.roots, strict=True) if n not in early]
+        else:
+            node, found = graph.nodes[end], enumerate(kept[end])
+            left = [(GradientEdge(node, n), one) for n, one in found if one is not None]
+        rest.add(left, [graph.leaves[n] for n in later])
     return rest
 
 
-@dataclass
 class _Graph:
-    """Autograd's nodes behind some roots; a node comes after all nodes that lead to it."""
+    """Autograd's nodes behind some roots, by number; `forms`: of a node its kind and the numbers of
+    those that it leads to, of a leaf whether its gradient is wanted first."""
 
-    given: Sequence[Root]
-    roots: list[Node] = field(default_factory=list)
-    following: dict[Node, list[Node]] = field(default_factory=dict)
-    leaves: dict[Node, Tensor] = field(default_factory=dict)
+    def __init__(self, roots: Sequence[Root], wanted: Container[int]) -> None:
+        edges = [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x, _ in roots]
+        self.nodes = nodes = [*dict.fromkeys([edge.node for edge in edges])]
+        numbers = {node: n for n, node in enumerate(nodes)}
+        self.roots = [numbers[edge.node] for edge in edges]
+        self.leaves: dict[int, Tensor] = {}
+        self.forms: list[tuple[Any, ...]] = []
+        for node in nodes:  # more come meanwhile
+            form: list[Any] = [type(node)]
+            for following, _ in node.next_functions:
+                if following is not None:
+                    if following not in numbers:
+                        numbers[following] = len(nodes)
+                        nodes.append(following)
+                    form.append(numbers[following])
+            leaf = None if len(form) > 1 else getattr(node, "variable", None)
+            if isinstance(leaf, Tensor):  # the node accumulates into it
+                self.leaves[len(self.forms)] = leaf
+                hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+                form = [bool(hooked) or id(leaf) in wanted]
+            self.forms.append(tuple(form))
 
-    def __post_init__(self) -> None:
-        for one, _ in self.given:
-            edge = one if isinstance(one, GradientEdge) else get_gradient_edge(one)
-            self.roots.append(edge.node)
-        begun: dict[Node, list[Node]] = {}
-        ended, stack = list[Node](), list[Any](self.roots)
-        while stack:
-            node = stack.pop()
-            if node is None:  # all behind the node before it has ended
-                ended.append(stack.pop())
-            elif node not in begun:
-                begun[node] = following = [one for one, _ in node.next_functions if one is not None]
-                stack += [node, None, *(one for one in following if one not in begun)]
-                # a node that accumulates into a leaf ends there
-                variable = None if following else getattr(node, "variable", None)
-                if isinstance(variable, Tensor):
-                    self.leaves[node] = variable
-        self.following = {node: begun[node] for node in reversed(ended)}
 
-    def parted(self, wanted: Iterable[Tensor]) -> tuple[set[Node], dict[Node | None, list[Tensor]]]:
-        """The nodes that run first: all that lead to a wanted leaf, or to one that joins them; and
-        the leaves that come later, by the early node that they hang on (None: on none)."""
-        among = {id(one) for one in wanted}
-        first = {n for n, leaf in self.leaves.items() if id(leaf) in among or _hooked(leaf)}
-        while True:
-            early = set(first)
-            for node in reversed(self.following):
-                if not early.isdisjoint(self.following[node]):
-                    early.add(node)
-            later = self._ends(early)
-            more = {
-                leaf
-                for leaf, ends in later.items()
-                if len(ends) > 1 or any(end is not None and _whole(end) for end in ends)
-            }
-            if not more:
-                break
-            first |= more
-        found: dict[Node | None, list[Tensor]] = {}
-        for leaf, (end,) in later.items():
-            found.setdefault(end, []).append(self.leaves[leaf])
-        return early, found
+@lru_cache(maxsize=64)
+def _parted(
+    forms: tuple[tuple[Any, ...], ...], roots: tuple[int, ...]
+) -> tuple[set[int], list[tuple[int, list[int]]]]:
+    """The nodes that run first: all that lead to a wanted leaf, or to one that joins them; and the
+    leaves that come later, by the early node that they hang on (`_NOWHERE`: on none).
 
-    def _ends(self, early: set[Node]) -> dict[Node, set[Node | None]]:
-        """Early nodes whose edges lead, by others, to each leaf that comes later."""
-        ends: dict[Node, set[Node | None]] = {n: {None} for n in self.roots if n not in early}
-        for node, following in self.following.items():
-            mine: set[Node | None] = {node} if node in early else ends[node]
-            for one in following:
+    Microbatches have nodes of their own, in the same form: it is divided once.
+    """
+    following = {n: form[1:] for n, form in enumerate(forms)}
+    ended = [*TopologicalSorter(following).static_order()]  # each after all that it leads to
+    leaves = [n for n, form in enumerate(forms) if isinstance(form[0], bool)]
+    first = {n for n in leaves if forms[n][0]}
+    while True:
+        early = set(first)
+        for node in ended:
+            if not early.isdisjoint(following[node]):
+                early.add(node)
+        # Early nodes whose edges lead, by others, to each node that comes later.
+        ends = {n: {_NOWHERE} for n in roots if n not in early}
+        for node in reversed(ended):
+            mine = {node} if node in early else ends[node]
+            for one in following[node]:
                 if one not in early:
                     ends[one] = ends[one] | mine if one in ends else mine
-        return {leaf: ends[leaf] for leaf in self.leaves if leaf not in early}
+        later = {leaf: ends[leaf] for leaf in leaves if leaf not in early}
+        more = {leaf for leaf, found in later.items() if len(found) > 1 or _whole(forms, *found)}
+        if not more:
+            break
+        first |= more
+    hanging: dict[int, list[int]] = {}
+    for leaf, (end,) in later.items():
+        hanging.setdefault(end, []).append(leaf)
+    return early, [*hanging.items()]
 
 
-def _hooked(leaf: Tensor) -> bool:
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-
-
-def _whole(node: Node) -> bool:
-    """True if the node runs as a whole, whatever is asked of it."""
-    return isinstance(node, BackwardCFunction) or "CopySlices" in node.name()
+def _whole(forms: Sequence[tuple[Any, ...]], end: int) -> bool:
+    """True if a node runs as a whole, whatever is asked of it."""
+    kind = object if end == _NOWHERE else forms[end][0]
+    return issubclass(kind, BackwardCFunction) or kind.__name__ == "CopySlices"
