@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -85,8 +87,8 @@ class Updater:
         """Make W_minibatch+1 of a stage from its minibatch's gradients; `skipped`: from none."""
         gradients = weights.harvest(minibatch)
         if weights.advance(minibatch) and not skipped:
-            given = [(weights.master(fqn), gradient) for fqn, gradient in gradients.items()]
-            self.apply(minibatch, given, stage, {id(weights.master(fqn)) for fqn in weights.owned})
+            given = zip(map(weights.master, gradients), gradients.values(), strict=True)
+            self.apply(minibatch, [*given], stage, {*map(id, map(weights.master, weights.owned))})
         weights.adopt()
         weights.taken(minibatch)
 
@@ -103,7 +105,9 @@ class Updater:
         """
         self._notice()
         groups = self.optimizer.param_groups
-        hidden = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
+        every = [parameter for group in groups for parameter in group["params"]]
+        hidden = [(parameter, parameter.grad) for parameter in every if parameter.grad is not None]
+        others = [one for one in every if id(one) not in own] if self._homes is None else []
         present = [dict(group) for group in groups]
         chosen = self._snapshots[minibatch]
         for group, then in zip(groups, chosen, strict=False):
@@ -115,10 +119,10 @@ class Updater:
             self._enter(stage)
             before = [dict(values) for values in self._values()]
             written = [copy.deepcopy(_writable(one)) for one in chosen]
-            others = self._versions(own)
+            writes = [one._version for one in others]
             with self._rates(stage, minibatch):
                 self.optimizer.step()
-            if self._versions(own) != others:
+            if [one._version for one in others] != writes:
                 raise ConfigError(
                     "the optimizer's step with the gradients of one stage changes parameters of "
                     "another one, which may still need them, or have them on another rank",
@@ -135,13 +139,6 @@ class Updater:
             group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
         values = self._values()
         self._shown = {(n, k): values[n].get(k, _NOTHING) for n, k in self._before}
-
-    def _versions(self, own: Collection[int]) -> list[int]:
-        """Count the writes to each parameter of other stages."""
-        if self._homes is not None:
-            return []
-        every = (one for group in self.optimizer.param_groups for one in group["params"])
-        return [one._version for one in every if id(one) not in own]
 
     def values_of(self, stage: int) -> list[dict[str, Any]]:
         """The values of the param_groups that the next update of a stage begins with, but for the
@@ -196,13 +193,16 @@ class Updater:
                 values[n].pop(key, None)
 
     def _leave(self, stage: int, before: list[dict[str, Any]]) -> None:
-        made = self._made.setdefault(stage, {})
-        for n, (now, then) in enumerate(zip(self._values(), before, strict=True)):
-            for key, value in now.items():
-                old = then.get(key, _NOTHING)
-                if key not in _SHARED and (value is not old or (n, key) in self._before):
-                    self._before.setdefault((n, key), old)
-                    made[n, key] = value
+        """Note what a stage's update replaced, and what of that any stage's has replaced."""
+        made, values = self._made.setdefault(stage, {}), self._values()
+        for n, (now, then) in enumerate(zip(values, before, strict=True)):
+            if any(map(is_not, now.values(), map(then.get, now, repeat(_NOTHING)))):
+                for key in now.keys() - _SHARED:
+                    if now[key] is not then.get(key, _NOTHING):
+                        self._before.setdefault((n, key), then.get(key, _NOTHING))
+        for n, key in self._before:
+            if n < len(values) and key in values[n]:
+                made[n, key] = values[n][key]
 
 
 def _carry_over(
@@ -226,7 +226,8 @@ def _writable(values: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in values.items()
-        if not {type(one) for one in (value if type(value) is tuple else (value,))} <= _PLAIN
+        if type(value) not in _PLAIN
+        and not (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
     }
 
 

@@ -232,11 +232,10 @@ class Compute:
         for edge, entrance in flight.entered.items():
             found = entrance.take()
             sent.append((edge, absent(entrance.value) if found is None else found))
-        memories = {memory_of(gradient) for _, gradient in sent}
-        kept = map(memory_of, flight.rest.gradients)
-        self._weights.separate_gradients(version, memories.union(kept))
+        others = (*[gradient for _, gradient in sent], *flight.rest.gradients)
+        self._weights.separate_gradients(version, map(memory_of, others))
         if split:
-            flight.rest.sent = memories
+            flight.rest.sent = {memory_of(gradient) for _, gradient in sent}
             feed.flights[microbatch] = Flight(rest=flight.rest)
         return sent
 

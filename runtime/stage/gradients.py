@@ -113,16 +113,18 @@ class StageGradients:
         self._accumulating = number, version
         self._ran_on[number] = version
 
-    def separate_gradients(self, version: int, memories: Collection[int]) -> None:
+    def separate_gradients(self, version: int, memories: Iterable[int]) -> None:
         """Autograd may let .grad share memory with a gradient that is now being sent or kept, and
         the next microbatch would add to it there: give such parameters memory of their own.
 
         A .grad that was there before was added to where it is, and shares none.
         """
-        held = [(fqn, self.parameter(version, fqn)) for fqn in self._without]
+        if not self._without:
+            return
+        held, shared = [(fqn, self.parameter(version, fqn)) for fqn in self._without], {*memories}
         self._without = [fqn for fqn, one in held if one.grad is None]
         for _, one in held:
-            if one.grad is not None and memory_of(one.grad) in memories:
+            if one.grad is not None and memory_of(one.grad) in shared:
                 one.grad = one.grad.clone()
 
     def harvest(self, minibatch: int) -> Gradients:
@@ -132,7 +134,7 @@ class StageGradients:
         if self._accumulating is not None and self._accumulating[0] == number:
             self._put_aside()
         found = self.gradients.setdefault(number, {})
-        came = [fqn for fqn in self.owned if (number, fqn) in self._sums]
+        came = [fqn for fqn in self.owned if (number, fqn) in self._sums] if self._sums else []
         for fqn in came:
             found |= self._sum(number, fqn, found.pop(fqn, None))
         if self.beside is not None and number not in self._over_parts:
@@ -158,7 +160,7 @@ class StageGradients:
         """Sum of what a copy has accumulated and received of a minibatch; nothing of it is kept."""
         number = self.update_of(minibatch)
         if self._accumulating is not None and self._accumulating[0] == number:
-            own = self._take(self._accumulating[1], fqn)
+            own = self._take(self._accumulating[1], (fqn,)).get(fqn)
         else:
             own = self._parts.pop((number, fqn), None)
         total = self._sum(number, fqn, own)
@@ -218,16 +220,18 @@ class StageGradients:
     def _put_aside(self) -> None:
         if self._accumulating is not None:
             number, version = self._accumulating
-            taken = {fqn: self._take(version, fqn) for fqn in self.owned}
-            self.gradients[number] = {f: one for f, one in taken.items() if one is not None}
-            parts = {(number, fqn): self._take(version, fqn) for fqn in self.copies}
-            self._parts |= {key: one for key, one in parts.items() if one is not None}
+            self.gradients[number] = self._take(version, self.owned)
+            parts = self._take(version, self.copies)
+            self._parts |= {(number, fqn): one for fqn, one in parts.items()}
             self._accumulating = None
 
-    def _take(self, version: int, fqn: str) -> Tensor | None:
-        parameter = self.parameter(version, fqn)
-        gradient, parameter.grad = parameter.grad, None
-        return gradient
+    def _take(self, version: int, names: Iterable[str]) -> Gradients:
+        found: Gradients = {}
+        for fqn in names:
+            parameter = self.parameter(version, fqn)
+            if parameter.grad is not None:
+                found[fqn], parameter.grad = parameter.grad, None
+        return found
 
     def present_gradients(self) -> Gradients:
         """Present .grad of the owned parameters (where nothing is `apart`)."""

@@ -79,7 +79,8 @@ class StageWeights(StageGradients):
         self.modules = [instance(stage_class, interface, model) for _ in range(self.versions)]
         self.evaluators = self.modules  # others for another form of call
         homes = [home for module in self.modules for home in module.modules()]
-        self._tables = [one._buffers for one in homes], [one._parameters for one in homes]
+        tables = [one._buffers for one in homes], [one._parameters for one in homes]
+        self._tables = [[one for one in each if one] for each in tables]
         self._places = places(self.modules[0], interface)
         for version, module in enumerate(self.modules):
             for name, fqn in self._places.items():
@@ -122,7 +123,7 @@ class StageWeights(StageGradients):
 
     def memories(self, *, parameters: bool) -> set[int]:
         """Addresses of the memory of the weights of every version, or of the buffers."""
-        every = [one for table in self._tables[parameters] if table for one in table.values()]
+        every = [one for table in self._tables[parameters] for one in table.values()]
         return {memory_of(one) for one in every if one is not None}
 
     # -- versions ----------------------------------------------------------------------------
