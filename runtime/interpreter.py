@@ -97,13 +97,14 @@ class Losses(dict[int, Loss]):
         elif worker.transport is not None:  # else it is a rank without a stage, in this process
             assert loss.own is not None
             channel = Channel(Kind.LOSS, 0, peer)
-            worker.transport.send(channel, loss.own, minibatch, deferred=True)
+            sent = worker.transport.outgoing(channel).send(loss.own, minibatch)
+            worker.transport.defer(sent)
 
     def hear(self, minibatch: int, peer: int) -> None:
         if peer not in self._worker.near:  # else the part is added by who tells it
             expected = Expected((), self._dtype, minibatch)
-            handle = self._worker.far.receive(Channel(Kind.LOSS, 0, peer), expected)
-            self.of(minibatch).parts[peer] = handle
+            channel = self._worker.far.incoming(Channel(Kind.LOSS, 0, peer))
+            self.of(minibatch).parts[peer] = channel.receive(expected, minibatch)
 
 
 class Worker:
@@ -363,7 +364,8 @@ class Place:
             else:
                 self.expected = lambda _: worker.box[ins.edge, ins.microbatch]
         elif phase is Phase.SEND:
-            self.send = partial(worker.far.send, Channel(kind, ins.edge, ins.peer, ins.target))
+            channel = Channel(kind, ins.edge, ins.peer, ins.target)
+            self.send = worker.far.outgoing(channel).send
 
 
 _Run = Callable[[Worker, Instruction, Place, int], None]

@@ -432,16 +432,15 @@ def test_things_begin_in_order_when_the_device_is_there() -> None:
 
 
 def test_errors_of_the_device_and_of_the_peer_are_two() -> None:
-    def lost() -> Any:
+    def lost(*_: Any) -> Any:
         raise RuntimeError("[file] Connection closed by peer")
 
     starter = Starter()
     with pytest.raises(RuntimeError, match="Connection closed"):
         Fetched(torch.ones(1), _Place(), None, starter).then(lost).wait()
     failed = _Place(RuntimeError("CUDA error: an illegal memory access"))
-    begun = partial(Fetched(torch.ones(1), failed, None, starter).then, lost)
     with pytest.raises(DeviceFailed, match="illegal memory access"):
-        Working(begun, Fetched(torch.ones(1)), peer=1).wait()
+        Working(Fetched(torch.ones(1), failed, None, starter), 1, lost, torch.ones(1)).wait()
 
 
 def test_what_is_abandoned_begins_nothing() -> None:

@@ -60,11 +60,11 @@ def test_control_has_tags_and_data_has_none() -> None:
     data = Link({0: lower, 2: upper}, 1)
     transport = GroupTransport(control, rank=1, plan=7, reach=2, data=data)
     value = Channel(Kind.VALUE, 5, 2)
-    transport.send(value, torch.zeros(3), 0).wait()
-    transport.send(value, torch.zeros(3), 0).wait()
-    transport.send(Channel(Kind.LOSS, 0, 0), torch.zeros(()), 0).wait()
-    transport.receive(Channel(Kind.CALL, 0, 0), Expected((3,), torch.int64, 0)).wait()
-    transport.receive(Channel(Kind.GRADIENT, 1, 0), Expected((3,), torch.float32, 0))
+    transport.outgoing(value).send(torch.zeros(3), 0).wait()
+    transport.outgoing(value).send(torch.zeros(3), 0).wait()
+    transport.outgoing(Channel(Kind.LOSS, 0, 0)).send(torch.zeros(()), 0).wait()
+    transport.incoming(Channel(Kind.CALL, 0, 0)).receive(Expected((3,), torch.int64, 0), 0).wait()
+    transport.incoming(Channel(Kind.GRADIENT, 1, 0)).receive(Expected((3,), torch.float32, 0), 0)
     headers = [("send", 2, value.tag), ("send", 0, int(Kind.LOSS)), ("recv", 0, 29)]
     assert [one for one in control.calls if one in headers] == [
         ("send", 2, value.tag), ("send", 0, int(Kind.LOSS)), ("send", 0, int(Kind.LOSS)),

@@ -198,7 +198,6 @@ SENDING = {"send", "receive", "recv", "isend", "irecv", "broadcast", "allreduce"
 SENDERS = {
     "pdcompile.runtime.interpreter": {"send", "receive"},
     "pdcompile.runtime.transport.links": {"send", "recv"},  # gloo's own
-    "pdcompile.runtime.transport.point_to_point": {"receive"},  # of its own channel
     "pdcompile.runtime.transport.device_groups": {"send", "recv", "allreduce"},  # once, to connect
     "pdcompile.runtime.transport.reductions": {"allreduce", "reduce", "broadcast"},  # as a whole
     "pdcompile.runtime.failure.guarded": {"send", "receive"},

@@ -156,7 +156,7 @@ def test_a_message_is_sent_from_where_it_lies_also_when_its_channel_opens() -> N
     transport = GroupTransport(wire, rank=0, plan=7, reach=2)
     transport.settle(1)
     tensors = [torch.randn(3, 4), torch.randn(3, 4)]
-    sends = [transport.send(Channel(Kind.VALUE, 0, 1), tensor, 0) for tensor in tensors]
+    sends = [transport.outgoing(Channel(Kind.VALUE, 0, 1)).send(tensor, 0) for tensor in tensors]
     header, *payloads = wire.sent
     assert header.numel() == 8 * HEADER_LENGTH
     assert [p.data_ptr() for p in payloads] == [tensor.data_ptr() for tensor in tensors]
@@ -217,11 +217,12 @@ sums = [GroupSums(made[rank], (0, 1), rank) for rank in range(2)]
 for n in range(10):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
         expected = Expected((64,), torch.float32, n)
-        posted = [a.receive(Channel(Kind.CALL, 0, 1), expected) for _ in range(20)]
+        end = a.incoming(Channel(Kind.CALL, 0, 1))
+        posted = [end.receive(expected, n) for _ in range(20)]
         first = sums[0].start(torch.ones(8))
     others = [torch.randn(k) for k in range(1, 2000)]  # take the memory that was freed
     for i in range(20):
-        b.send(Channel(Kind.CALL, 0, 0), torch.full((64,), float(i)), n, deferred=True)
+        b.defer(b.outgoing(Channel(Kind.CALL, 0, 0)).send(torch.full((64,), float(i)), n))
     second = sums[1].start(torch.ones(8))
     assert [float(one.wait()[3]) for one in posted] == [float(i) for i in range(20)]
     assert float(first.wait()[0]) == float(second.wait()[0]) == 2.0

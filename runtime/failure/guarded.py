@@ -59,11 +59,12 @@ class Agreement:
             self._compare(theirs, mine, world.processes[world.rank][0])
         if world.rank == 0:
             for peer in range(1, len(world.processes)):
-                channel = Channel(Kind.CALL, 0, peer)
-                self._transport.send(channel, torch.tensor(mine), minibatch, deferred=True)
+                to = self._transport.outgoing(Channel(Kind.CALL, 0, peer))
+                self._transport.defer(to.send(torch.tensor(mine), minibatch))
             return size
         expected = Expected((len(mine),), torch.int64, minibatch)
-        theirs = self._transport.receive(Channel(Kind.CALL, 0, 0), expected).wait().tolist()
+        end = self._transport.incoming(Channel(Kind.CALL, 0, 0))
+        theirs = end.receive(expected, minibatch).wait().tolist()
         self._compare(theirs, mine, world.places.source(0))
         return theirs[3] if size is None else size
 

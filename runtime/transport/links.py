@@ -50,17 +50,18 @@ class Working(Handle):
     only when the last Work is gone, and a traceback may live long.
     """
 
-    def __init__(self, begin: Callable[[], Any], flat: Fetched, peer: int) -> None:
-        """`peer`: the rank that is asked about a broken connection."""
+    def __init__(self, flat: Fetched, peer: int, begin: Callable[..., Any], *what: Any) -> None:
+        """`peer`: the rank that is asked about a broken connection; `begin` takes `what`, and
+        returns the Work."""
         self._flat: Fetched | None = flat
         self._peer = peer
         self._work: Any = None
         try:
-            self._work = begin()
+            self._work = flat.then(partial(begin, *what))
             return
         except RuntimeError as error:
             text = str(error)
-        del begin
+        del what
         raise lost(peer, text)
 
     def wait(self) -> Tensor:
@@ -142,11 +143,10 @@ class Link:
         if self._process is not None:
             other, tag = int(peer > self._process), 0
         post = group.send if sending else group.recv
-        begin = partial(flat.then, partial(unrecorded, post, flat.tensor, other, tag))
         try:
-            return Working(begin, flat, peer)
+            return Working(flat, peer, unrecorded, post, flat.tensor, other, tag)
         finally:
-            del group, post, begin  # see Working
+            del group, post  # see Working
 
     def abandon(self) -> None:
         """Let go of the groups, so that connections can close."""

@@ -67,45 +67,16 @@ class GroupTransport:
         self._incoming: dict[Channel, _Incoming] = {}
         self._deferred: deque[tuple[int, Handle]] = deque()
 
-    def send(
-        self, channel: Channel, tensor: Tensor, minibatch: int, *, deferred: bool = False
-    ) -> Handle:
-        """Post a message; `deferred`: nobody will wait for the handle, `settle` will."""
-        state = self._outgoing.get(channel)
-        opens = state is None
-        if state is None:
-            state = self._outgoing[channel] = _Outgoing(self, channel, tensor)
-        if not state.targets:  # another part sends it
-            return SENT
-        if opens and channel.kind is not Kind.CALL:
-            self._tell(state.note(tensor, minibatch))
-        link, data = state.link, laid(tensor, state.order)
-        if link.direct:
-            flat = Fetched(self.device.place(flat_bytes(data)))
-        else:
-            flat = Fetched(data) if channel.kind is Kind.CALL else self.device.fetch(data)
-        if state.noted:
-            read = checksum(self.device.fetch(flat.wait()).wait()) if self.sealed else 0
-            comes = not (channel.kind in MAY_LACK and link.direct and is_absent(tensor))
-            serial, note = next(state.numbers), state.note(tensor, minibatch)
-            self._tell(note._replace(serial=serial, comes=comes, checksum=read))
-            if not comes:
-                return SENT
-        sent = link.start(flat, state.tag, state.targets)
-        if not deferred:
-            return sent
-        self._deferred.append((self._call, sent))
-        return SENT
+    def outgoing(self, channel: Channel) -> _Outgoing:
+        """The sending end of a channel."""
+        found = self._outgoing.get(channel)
+        if found is None:
+            found = self._outgoing[channel] = _Outgoing(self, channel)
+        return found
 
-    def _tell(self, note: Note) -> None:
-        flat = Fetched(note.packed().view(torch.uint8))
-        targets = self.places.targets(self.rank, note.channel.peer)
-        sent = self.control.start(flat, note.channel.tag, targets)
+    def defer(self, sent: Handle) -> None:
+        """Leave the wait for a message to `settle`."""
         self._deferred.append((self._call, sent))
-
-    def receive(self, channel: Channel, expected: Expected) -> Handle:
-        """Post a receive."""
-        return self.incoming(channel).receive(expected, expected.minibatch)
 
     def incoming(self, channel: Channel) -> _Incoming:
         """The receiving end of a channel."""
@@ -146,17 +117,40 @@ class GroupTransport:
 class _Outgoing:
     """The sending end of a channel: what all of its messages have in common."""
 
-    def __init__(self, transport: GroupTransport, channel: Channel, first: Tensor) -> None:
-        self.link, self.tag, self.order = transport.link(channel), channel.tag, memory_order(first)
-        self.targets = transport.places.targets(transport.rank, channel.peer)
-        self.noted = transport.notes_each(channel)
-        self.numbers = count()  # of messages noted each
-        self._plan, self._channel = transport.plan, channel
+    def __init__(self, transport: GroupTransport, channel: Channel) -> None:
+        self._link, self._tag, self._transport = transport.link(channel), channel.tag, transport
+        self._order: tuple[int, ...] | None = None  # of the first message, and of all
+        self._targets = transport.places.targets(transport.rank, channel.peer)
+        self._noted, self._numbers = transport.notes_each(channel), count()  # of those noted each
+        self._channel, self._calls = channel, channel.kind is Kind.CALL
 
-    def note(self, tensor: Tensor, minibatch: int) -> Note:
-        """Return the note that is sent ahead of a message."""
-        shape = tuple(tensor.shape)
-        return Note(self._plan, self._channel, minibatch, tensor.dtype, shape, self.order)
+    def send(self, tensor: Tensor, minibatch: int) -> Handle:
+        """Post a message."""
+        if not self._targets:  # another part sends it
+            return SENT
+        if self._order is None:
+            self._order = memory_order(tensor)
+            if not self._calls:
+                self._tell(tensor, minibatch)
+        link, data, device = self._link, laid(tensor, self._order), self._transport.device
+        if link.direct:
+            flat = Fetched(device.place(flat_bytes(data)))
+        else:
+            flat = Fetched(data) if self._calls else device.fetch(data)
+        if self._noted:
+            read = checksum(device.fetch(flat.wait()).wait()) if self._transport.sealed else 0
+            comes = not (self._channel.kind in MAY_LACK and link.direct and is_absent(tensor))
+            self._tell(tensor, minibatch, next(self._numbers), comes, read)
+            if not comes:
+                return SENT
+        return link.start(flat, self._tag, self._targets)
+
+    def _tell(self, tensor: Tensor, minibatch: int, *of_one: Any) -> None:
+        """Send the note ahead of a message; `of_one`: what is noted of each."""
+        transport, form = self._transport, (tensor.dtype, tuple(tensor.shape), self._order or ())
+        note = Note(transport.plan, self._channel, minibatch, *form, *of_one)
+        flat = Fetched(note.packed().view(torch.uint8))
+        transport.defer(transport.control.start(flat, self._tag, self._targets))
 
 
 class _Incoming:

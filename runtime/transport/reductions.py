@@ -12,7 +12,6 @@ parameters, so that the coefficient is bit for bit the one that a single process
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -70,11 +69,10 @@ class GroupSums:
         fetched = Fetched(self.device.place(flat)) if self._direct else self.device.fetch(flat)
         here = fetched.tensor
         real = torch.view_as_real(here) if here.is_complex() else here  # neither sums complex
-        begin = partial(fetched.then, partial(unrecorded, collective, real, *options))
         try:
-            return Working(begin, fetched, self._next)
+            return Working(fetched, self._next, unrecorded, collective, real, *options)
         finally:
-            del begin, collective  # see Working
+            del collective  # see Working
 
     def abandon(self) -> None:
         """Let go of what was begun, so that connections can close."""
