@@ -34,9 +34,10 @@ def digest(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:  # of a sparse one the entries that it has
         tensor = tensor._values() if tensor.is_sparse else tensor.values()
     plain = tensor.detach().resolve_conj().resolve_neg()
-    order = sorted(range(plain.dim()), key=plain.stride, reverse=True)
-    flat = flat_bytes(plain.permute(order))  # no copy where all lies side by side
-    return xxhash.xxh3_64_intdigest(devices.to_host(flat).numpy().data)
+    if not plain.is_contiguous():  # no copy where all lies side by side
+        plain = plain.permute(sorted(range(plain.dim()), key=plain.stride, reverse=True))
+    held = devices.to_host(plain.contiguous())
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * held.nbytes).from_address(held.data_ptr()))
 
 
 def digest_here(tensor: Tensor) -> int:

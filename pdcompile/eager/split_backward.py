@@ -13,7 +13,7 @@ not split at all: whatever they hang onto the graph runs once.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 from graphlib import TopologicalSorter
 from typing import Any, TypeAlias
@@ -83,13 +83,12 @@ class Rest:
     def run(self) -> None:
         """Accumulate the gradients of the parameters that are left."""
         while self._runs:
-            roots, leaves = self._runs.pop()
-            accumulate(roots, leaves)
+            accumulate(*self._runs.pop())
 
     @property
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> Iterator[Tensor]:
         """Gradients that are kept until then."""
-        return [one for roots, _ in self._runs for _, one in roots if one is not None]
+        return (one for roots, _ in self._runs for _, one in roots if one is not None)
 
 
 def accumulate(

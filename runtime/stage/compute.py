@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -232,7 +233,7 @@ class Compute:
         for edge, entrance in flight.entered.items():
             found = entrance.take()
             sent.append((edge, absent(entrance.value) if found is None else found))
-        others = (*[gradient for _, gradient in sent], *flight.rest.gradients)
+        others = chain([gradient for _, gradient in sent], flight.rest.gradients)
         self._weights.separate_gradients(version, map(memory_of, others))
         if split:
             flight.rest.sent = {memory_of(gradient) for _, gradient in sent}
