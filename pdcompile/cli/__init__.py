@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 import warnings
-from contextlib import ExitStack
+from contextlib import nullcontext
 from importlib import import_module
 
 from typer import Typer
@@ -28,12 +30,10 @@ def main(
     A `PdcompileError` is printed as its message, place and remedy; any other exception is a
     defect and keeps its traceback (exit code 1).
     """
+    atexit.register(gc.freeze)  # else the interpreter's last collections take an import of torch
     given = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in given
-    with ExitStack() as around:
-        if as_json:
-            around.enter_context(json_alone())
-        around.enter_context(warnings.catch_warnings())
+    with json_alone() if as_json else nullcontext(), warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
             verbs(given, prog_name=name)

@@ -23,7 +23,8 @@ SCRIPTS = ("parts.js", "timeline.js", "charts.js", "page.js")
 
 def html(data: dict[str, Any]) -> str:
     """The whole document."""
-    style = _colours(data) + _asset("page.css")
+    colours = "".join(f"--{name}:{fill};" for name, fill in data["colours"].items())
+    style = f":root{{{colours}}}\n{_asset('page.css')}"
     script = '"use strict";\n' + "\n".join(map(_asset, SCRIPTS))
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
@@ -49,10 +50,6 @@ def embedded(data: dict[str, Any]) -> str:
     """The data as JSON in which nothing ends or begins an element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _colours(data: dict[str, Any]) -> str:
-    return ":root{" + "".join(f"--{name}:{fill};" for name, fill in data["colours"].items()) + "}\n"
 
 
 def _asset(name: str) -> str:
