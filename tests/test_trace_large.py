@@ -67,6 +67,18 @@ def test_one_sample_is_recorded_at_three_sizes(modes: list[tuple[bool, int]]) ->
     assert (few.sizes.smallest, few.sizes.largest) == (1, 60)
 
 
+def test_what_differs_at_two_sizes_is_not_recorded_at_a_third(
+    modes: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dimension of one sample has no place in the order of strides."""
+    monkeypatch.setattr(attempt, "MANY_OPS", 0)
+    found = capture(make(lambda self, x: self.lin(x).t().contiguous().sum()))
+    assert modes == [(mode, n) for mode in (True, False) for n in (1, 60, 1)]
+    for graph in (found.train, found.eval):
+        assert graph.sizes.is_one
+        assert "stride_order of the result 't'" in graph.sizes.above
+
+
 def test_two_samples_are_enough_for_a_model_that_refuses_one() -> None:
     found = capture(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), 6)
     assert (found.train.sizes.smallest, found.train.sizes.largest) == (2, 120)

@@ -21,7 +21,6 @@ from pdcompile.passes.trace.attribute_reads import AttributeReads
 from pdcompile.passes.trace.batch_sizes import (
     MANY_OPS,
     DiffersBySize,
-    SizeMerge,
     alone,
     fails_at,
     few_sizes,
@@ -152,21 +151,20 @@ class Attempts:
             train: the graph of training, where this is that of evaluation.
         """
         first = self._recording(training, self._size)
-        large = len(first.graph.ops) > MANY_OPS
         few, twice = few_sizes(self._size), (self._size,) * 2  # a call must not change the next
-        third = 3 - self._size % 2  # both even and odd numbers are among the sizes
-        attempts = [few, (*few, third), usual_sizes(self._size)] if self._splits else [twice]
-        if self._splits and self._size == 1 and (large or (train and train.sizes.is_one)):
-            attempts = [few]
+        if not self._splits:
+            return self._fitted(training, first, twice)
+        large = len(first.graph.ops) > MANY_OPS or (train is not None and train.sizes.is_one)
+        attempts = [few] if self._size == 1 and large else [few, usual_sizes(self._size)]
         for sizes in attempts:
             try:
-                graph = self._fitted(training, first, sizes)
+                every, graph = sizes, self._fitted(training, first, sizes)
                 # Any numbers at two sizes lie on a line: those at the lower end have to, too.
-                if not self._splits:
-                    return graph
-                if len(sizes) > 2 or graph.sizes.smallest < min(sizes):
-                    one = partial(self._recording, training, like=first)
-                    return replace(graph, sizes=narrowed(one, sizes, graph.sizes))
+                if len(sizes) == 2 and graph.sizes.smallest == min(sizes):
+                    every = (*sizes, 3 - self._size % 2)  # both even and odd numbers
+                    graph = self._fitted(training, first, every)
+                one = partial(self._recording, training, like=first)
+                return replace(graph, sizes=narrowed(one, every, graph.sizes))
             except TraceError as error:
                 failure = error
         if self.assumed.one_size:
@@ -178,7 +176,8 @@ class Attempts:
     def _fitted(self, training: bool, first: Recording, sizes: tuple[int, ...]) -> OpGraph:
         twice = sizes[0] == sizes[1]
         second = (self._recorded if twice else self._recording)(training, sizes[1])
-        SizeMerge(sizes[:2]).ops([first.graph.ops, second.graph.ops])  # before more is recorded
+        if any((training, size) not in self._recordings for size in sizes[2:]):
+            assemble([first, second], sizes[:2], training=training)  # before more is recorded
         recordings = [first, second, *(self._recording(training, size) for size in sizes[2:])]
         graph = assemble(recordings, sizes, training=training)
         if twice:

@@ -114,11 +114,11 @@ class SizeMerge:
         names, values = _compared(parts[0].__class__)
         for name, versions in zip(names, zip(*map(values, parts), strict=True), strict=True):
             first = versions[0]
-            if versions.count(first) == len(parts) and type(first) in (str, NoneType, bool):
+            if type(first) in (str, NoneType, bool) and versions.count(first) == len(parts):
                 continue
             if name in _MEASURED:
                 changes[name] = self._measured(versions)
-            elif any(version is not first for version in versions):
+            elif len(set(map(id, versions))) > 1:
                 try:
                     changes[name] = self.any(versions, f"{name} of {what}", where)
                 except TraceError as error:
