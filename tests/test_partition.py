@@ -14,6 +14,7 @@ import pdcompile.passes.partition.answer as answer
 import pdcompile.passes.partition.search as search
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.partition import partition
+from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.cpsat import IntegerProgram
@@ -107,7 +108,7 @@ def test_segment_costs_never_overstate() -> None:
             continue
         model = build(problem)
         segments = Segments(model, all_ideals(model, 10_000) or [])
-        found = solve(segments, segments.load_of)
+        found = solve(segments, bounding_cost(segments))
         assert found is not None
         assert found[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
         exact += found[0] >= best * (1 - 1e-9)

@@ -13,7 +13,7 @@ def bounding_cost(segments: Segments) -> Cost:
     """Seconds of the objective when a stage is J∖I, at least: its load, or all of its work."""
     problem = segments.model.problem
     if problem.objective == "bottleneck":
-        return segments.load_of
+        return lambda stage: segments.load(segments.stages[stage])
     return lambda stage: problem.num_microbatches * segments.compute(segments.stages[stage])
 
 

@@ -148,10 +148,6 @@ class Segments:
         )
         return found
 
-    def load_of(self, stage: int) -> Matrix:
-        """The same of a stage of the problem."""
-        return self.load(self.stages[stage])
-
     def loads(self, on: Deployment) -> list[Matrix]:
         """The same of the stages of a deployment; infinite where one lacks memory."""
         return [np.where(self.fits(one), self.load(one), np.inf) for one in Coefficients.of(on)]

@@ -27,8 +27,8 @@ beside it at so many boundaries, and nobody surely waits for that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache, cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +44,11 @@ from pdcompile.schedule.registry import ScheduleKind
 
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]
+Limits = tuple[NDArray[np.bool_], Array, list[tuple[Array, float]]]
 
 CLOSE = 1e-7  # relative: where the bisection ends
 MOST = 200  # groups of the path that are told apart
-CELLS = 4e7  # of all tables of one probe; beyond, fewer groups are told apart
+CELLS = 4e7  # of all tables of one probe, or kept for more; beyond, fewer groups are told apart
 FEWEST = 60
 
 
@@ -181,18 +182,18 @@ class PathBound:
     rules: StageRules
     close: float = CLOSE
     floors: Sequence[float] = ()  # by ranks that hold nothing of the path, seconds known before
+    _known: dict[tuple[StageDeployment, int, int], Limits] = field(default_factory=dict)
 
     def least(self, lower: float, upper: float, late: Late) -> float:
         """Seconds from `lower` to `upper` that no pipeline is below; as close as time allows."""
         if self.possible(lower) or late():
             return lower
-        low, high = lower, upper
         if not self.possible(upper):
             return upper
-        while high - low > self.close * high and not late():
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.possible(middle) else (middle, high)
-        return low
+        while upper - lower > self.close * upper and not late():
+            middle = (lower + upper) / 2
+            lower, upper = (lower, middle) if self.possible(middle) else (middle, upper)
+        return lower
 
     def possible(self, seconds: float) -> bool:
         """True if nothing shows that these seconds are not enough."""
@@ -209,37 +210,40 @@ class PathBound:
         per_rank = seconds / (1 if rules.stream else rules.num_microbatches) * rules.fastest
         if (rules.ranks - lost) * per_rank + aside < whole * (1 - 1e-9):
             return False  # all that the ranks do at full speed
-        done: list[Array | None] = [np.array([-np.inf] * self.path.size + [0.0])]
+        done = [np.array([-np.inf] * self.path.size + [0.0])]
         for u in range(1, rules.ranks - lost + 1):
-            best = None
+            done.append(np.full(self.path.size + 1, -np.inf))
             for option in rules.menu:
-                behind = done[u - option.replicas] if option.replicas <= u else None
-                if behind is None:
-                    continue
-                most = self._most(option, u - option.replicas, seconds, lost)
-                found = (most + behind[None, :]).max(1)
-                best = found if best is None else np.maximum(best, found)
-            done.append(best if best is not None and np.isfinite(best).any() else None)
-        last = done[-1]
-        return last is not None and float(last[0]) + aside >= whole * (1 - 1e-9)
+                after = u - option.replicas
+                if after >= 0 and np.isfinite(done[after]).any():
+                    found = self._most(option, after, seconds, lost) + done[after]
+                    done[u] = np.maximum(done[u], found.max(1))
+        return float(done[-1][0]) + aside >= whole * (1 - 1e-9)
 
     def _most(self, option: StageDeployment, after: int, seconds: float, lost: int) -> Array:
         """[j, k]: work of a microbatch that the stage may do; −inf where it takes too long."""
-        path, v = self.path, self._hops(after, lost).speed
-        surely, found = path.inside("work", not lost), path.open_work
-        fits = np.arange(path.size + 1)[:, None] < np.arange(path.size + 1)[None, :]
-        for value, times in self._demands(option, after, lost):
-            left = seconds * (1 + 1e-12) - value
-            fits &= left >= 0
-            if times > 0:
-                found = np.minimum(found, surely + np.maximum(left, 0.0) * v / times)
+        key, at, v = (option, after, lost), seconds * (1 + 1e-12), self._hops(after, lost).speed
+        fits, longest, growing = self._known.get(key) or self._limits(*key)
+        surely, found = self.path.inside("work", not lost), self.path.open_work
+        for value, times in growing:
+            found = np.minimum(found, surely + (at - value) * v / times)
+        result: Array = np.where(fits & (longest <= at), found, -np.inf)
+        return result
+
+    def _limits(self, option: StageDeployment, after: int, lost: int) -> Limits:
+        """[j, k]: whether it may be the stage, and its seconds; kept for later probes."""
+        demands = [*self._demands(option, after, lost)]
+        fits = np.triu(np.ones((self.path.size + 1,) * 2, dtype=bool), 1)
         if self.rules.limit is not None:
             trained, saved = self.rules.held(option, after)
             parts = ("trainable_bytes", trained), ("frozen_bytes", 1), ("saved_bytes", saved)
-            held = sum(count * path.inside(name, not lost) for name, count in parts)
+            held = sum(count * self.path.inside(name, not lost) for name, count in parts)
             fits &= held <= self.rules.limit * (1 + 1e-12) + 0.5
-        result: Array = np.where(fits, found, -np.inf)
-        return result
+        longest = reduce(np.maximum, (value for value, _ in demands))
+        found = fits, longest, [each for each in demands if each[1] > 0]
+        if len(self._known) * (len(demands) + 2) * fits.size < CELLS:
+            self._known[option, after, lost] = found
+        return found
 
     def _hops(self, after: int, lost: int) -> Hops:
         """Those of the stage with so many ranks behind it; none where no one knows which it is."""
