@@ -96,15 +96,14 @@ class Losses(dict[int, Loss]):
             theirs.parts[worker.rank] = loss.parts[worker.rank]
         elif worker.transport is not None:  # else it is a rank without a stage, in this process
             assert loss.own is not None
-            channel = Channel(Kind.LOSS, 0, peer)
-            sent = worker.transport.outgoing(channel).send(loss.own, minibatch)
-            worker.transport.defer(sent)
+            end = worker.transport.outgoing(Channel(Kind.LOSS, 0, peer))
+            worker.transport.defer(end.send(loss.own, minibatch))
 
     def hear(self, minibatch: int, peer: int) -> None:
         if peer not in self._worker.near:  # else the part is added by who tells it
             expected = Expected((), self._dtype, minibatch)
-            channel = self._worker.far.incoming(Channel(Kind.LOSS, 0, peer))
-            self.of(minibatch).parts[peer] = channel.receive(expected, minibatch)
+            end = self._worker.far.incoming(Channel(Kind.LOSS, 0, peer))
+            self.of(minibatch).parts[peer] = end.receive(expected, minibatch)
 
 
 class Worker:

@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_990),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_636),
-    "trace": (("passes/trace",), 6_486),
+    "trace": (("passes/trace",), 6_485),
     "costs": (("passes/costs", "passes/profile"), 3_555),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_045),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_195),
-    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_518),
+    "terminal and pages": (("pdcompile/cli", "pdcompile/report"), 3_515),
     "export": (("passes/export",), 341),
 }
 LINES_OF_A_FILE = 500
