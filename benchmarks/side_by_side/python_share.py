@@ -14,6 +14,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # while there is no group, or defaults of its functions would keep it
 
 import pdcompile
 from benchmarks.models import mlp_chain
