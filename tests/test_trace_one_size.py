@@ -196,6 +196,33 @@ class _Positions(nn.Module):
         return out
 
 
+class _Graph(nn.Module):
+    """Mixes as many nodes as there are samples, twice, by one matrix for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        out: Tensor = edges @ (edges @ self.layer(x))
+        return out.mean(1)
+
+
+def test_of_several_inputs_that_may_not_count_samples_all_are_named() -> None:
+    """The remedy's example is the last of them, which is no target: models begin with samples."""
+    given, target = (torch.randn(8, 8, 8), torch.randn(8, 8)), torch.randn(8, 8)
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "costs": "estimated", "microbatches": 2}
+    with pytest.raises(TraceError) as e:
+        pdcompile.compile(_Graph(), given, example_target=target, **options)
+    assert str(e.value.remedy).startswith(
+        "where dimension 0 of x (8, 8, 8) or of edges (8, 8) does not count samples, say so: "
+        "batch_dims={'edges': None}; or"
+    )
+    pipe = pdcompile.compile(_Graph(), batch_dims={"edges": None}, optimizer=None, **options)
+    assert pipe.step(*given, target=target).loss is not None
+    pipe.close()
+
+
 def test_as_many_kinds_as_samples_are_not_samples() -> None:
     """An input's first dimension has the minibatch's size by chance; batch_dims is the remedy."""
     given, target = (torch.randn(3, 8), torch.randn(3, 3, 8)), torch.randn(3, 8)

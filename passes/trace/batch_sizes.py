@@ -292,14 +292,14 @@ def fails_as_microbatch(
     split = {path: dim for path, dim in layout.dims.items() if dim is not None}
     shapes = {path: tuple(flat.leaves[path].shape) for path in split}
     elsewhere = {
-        path: d
-        for path, shape in shapes.items()
-        for d, n in enumerate(shape)
-        if n == layout.size and d != split[path]
+        p: d for p in split for d, n in enumerate(shapes[p]) if n == layout.size and d != split[p]
     }
-    path, dim = next(iter(elsewhere.items()), (list(split)[-1], None))
+    inputs = [p for p in elsewhere if p not in flat.spec.target.paths]
+    found = inputs or [*(elsewhere or split)][-1:]
+    path, dim = found[-1], elsewhere.get(found[0]) if len(found) == 1 else None
+    which = " or of ".join(f"{one} {shapes[one]}" for one in found)
     told = (
-        f"where dimension {split[path]} of {path} {shapes[path]} does not count samples, say so: "
+        f"where dimension {split[path]} of {which} does not count samples, say so: "
         f"batch_dims={{{flat.root(path)!r}: {dim}}}"
     )
     others = (
