@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_990),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_636),
-    "trace": (("passes/trace",), 6_485),
+    "trace": (("passes/trace",), 6_483),
     "costs": (("passes/costs", "passes/profile"), 3_555),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

@@ -23,7 +23,6 @@ from pdcompile.passes.trace.assumptions import Assumptions, Findings
 from pdcompile.passes.trace.attempt import Attempts, one_recording, settled_on
 from pdcompile.passes.trace.batch_sizes import fails_as_microbatch, warn_of_one_size
 from pdcompile.passes.trace.constants import demanded
-from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH
 from pdcompile.passes.trace.opaque.opaque_modules import hooked, warn_of
 from pdcompile.passes.trace.preconditions import check_model
 from pdcompile.passes.trace.refusals import ForwardRaised
@@ -95,8 +94,8 @@ def capture(
         if told is error:
             raise
         raise told from error
-    if any(recording.findings.asked_of_inputs for recording in attempts.recordings):
-        found = _with_graphs(found, lambda one: replace(one, notes=(*one.notes, GENERAL_PATH)))
+    notes = sorted(set().union(*(one.findings.rounded for one in attempts.recordings)))
+    found = _with_graphs(found, lambda one: replace(one, notes=(*one.notes, *notes)))
     warn_of(subject, attempts.assumed.opaque)
     findings = [recording.findings for recording in attempts.recordings]
     _warn_of_values(findings)

@@ -88,7 +88,7 @@ class Findings:
     specialised: for each line, the value that was read there, which is the example's.
     constants: buffers whose numbers are taken as constants.
     written: buffers that are written.
-    asked_of_inputs: the model would look into its inputs for a short cut.
+    rounded: notes on what eager may round otherwise.
     of_process: for each line, what of this process it asked for (a rank, the time).
     answers: of comparisons and hashes of sizes.
     assigned: the line that assigned to each attribute first: (id of module, name) -> source.
@@ -97,7 +97,7 @@ class Findings:
     specialised: dict[str, str] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
-    asked_of_inputs: bool = False
+    rounded: set[str] = field(default_factory=set)
     of_process: dict[str, str] = field(default_factory=dict)
     answers: dict[Made, Any] = field(default_factory=dict)
     assigned: dict[tuple[int, str], str] = field(default_factory=dict)

@@ -33,6 +33,7 @@ from pdcompile.passes.trace.comparison.steps import (
 )
 from pdcompile.passes.trace.interceptors.process_state import GENERAL_PATH
 from pdcompile.passes.trace.python_state import preserved_state
+from pdcompile.passes.trace.tape.tape import SCRIPTED
 from pdcompile.passes.verify.parts_chain import PartsChain
 from pdcompile.passes.verify.retrace import retraced
 from pdcompile.passes.verify.step_runs import advance, needs_gradients, restored_weights, stages
@@ -148,10 +149,9 @@ class Comparison:
     def _differences(self, step: Step, expected: StepValues, got: StepValues) -> list[Difference]:
         """The differences of a step."""
         found = self._unlike(step, expected, got, exact=self.exact)
-        general = GENERAL_PATH in step.graph.notes
-        if found and general and not self._unlike(step, expected, got, exact=False):
-            self.rounded = True
-            found = []
+        rounds = not {GENERAL_PATH, SCRIPTED}.isdisjoint(step.graph.notes)
+        if found and rounds and not self._unlike(step, expected, got, exact=False):
+            self.rounded, found = True, []
         if found and self._equal_in_float64(step):
             self.in_float64, found = True, []
         if not found and self.rounded and self.sources.edited:

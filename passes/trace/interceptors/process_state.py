@@ -107,7 +107,7 @@ class TracingFlags(Interceptor):
         def is_fake_tensor(x: Any) -> bool:
             if not plain(x) or read(torch.clone, (x,), {}, tape.ops, tape.fakes):  # a constant
                 return False
-            tape.fakes.findings.asked_of_inputs = True
+            tape.fakes.findings.rounded.add(GENERAL_PATH)
             return True
 
         places = () if plain is None else ((module, QUESTION, is_fake_tensor),)

@@ -41,6 +41,8 @@ from pdcompile.passes.trace.tape.results import Results
 from pdcompile.releases.torch_internals import maybe_current_level
 from pdcompile.warn import warn
 
+SCRIPTED = "TorchScript's optimiser rounds differently from a function's second call on"
+
 
 class Tape(TorchFunctionMode):
     """Collects `ops` and, in `fakes`, their results.
@@ -106,9 +108,15 @@ class Tape(TorchFunctionMode):
             plain = plain_apply.__get__(None, cls)
             return plain(*self.fakes.faked(args)) if self.within else self._apply(cls, plain, args)
 
+        def scripted(script: Any, *args: Any, **kwargs: Any) -> Any:
+            # It is an optimised graph that detaches.
+            self.fakes.findings.rounded.add(SCRIPTED)
+            warn(f"the TorchScript function {script.name!r} is captured as its source: {SCRIPTED}")
+            return script._torchdynamo_inline(*args, **kwargs)
+
         return patched(
             (torch.nn.Module, "__call__", __call__),
-            (torch.jit.ScriptFunction, "__call__", _inlined),
+            (torch.jit.ScriptFunction, "__call__", scripted),
             (torch.autograd.Function, "apply", classmethod(apply)),
         )
 
@@ -283,12 +291,3 @@ class Tape(TorchFunctionMode):
             yield
         finally:
             self.within -= 1
-
-
-def _inlined(script: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a scripted function, an optimised graph that detaches, as the source that it means."""
-    warn(
-        f"the TorchScript function {script.name!r} is captured as its Python source, whose "
-        "gradients TorchScript's optimiser rounds differently from the second call on"
-    )
-    return script._torchdynamo_inline(*args, **kwargs)
