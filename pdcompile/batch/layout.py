@@ -202,27 +202,27 @@ def _asked_dims(flat: FlatCall, batch_dims: Any) -> dict[str, Any]:
             f"batch_dims names {', '.join(unknown)}, which this call does not have",
             remedy=f"known names: {', '.join(known)}",
         )
-    asked = {}
+    asked: dict[str, Any] = {}
     for one in arguments:
         value, prefix = rebuild(one, flat.leaves), batch_dims.get(one.root, DEFAULT)
-        for path, _, dim in walk(value, one.root, prefix):
-            asked[path] = dim
+        asked |= {path: dim for path, _, dim in walk(value, one.root, prefix)}
     return asked
 
 
 def _common_size(flat: FlatCall, sizes: dict[str, tuple[int, int]]) -> int:
     counts = Counter(size for _, size in sizes.values() if size != 1)
-    if not counts:
-        return 1
-    size = counts.most_common(1)[0][0]  # the first one seen, among equally frequent sizes
-    example = next(path for path, (_, one) in sizes.items() if one == size)
+    # the first one seen, among equally frequent sizes
+    size = counts.most_common(1)[0][0] if counts else 1
+    example = next((path for path, (_, one) in sizes.items() if one == size), "")
     for path, (dim, one) in sizes.items():
         if one not in (size, 1):
+            each = one // max(size, 1)
+            rows = f" (of {each} rows, made flat in forward or the loss)" * (each * size == one)
             raise InputError(
                 f"dimension {dim} of {_shown(flat.leaves[path])} is neither the batch size "
                 f"{size} (of {example}) nor 1",
                 where=path,
-                remedy=f"give it {size} samples; or {_remedy(flat, path)}",
+                remedy=f"give it {size} samples{rows}; or {_remedy(flat, path)}",
             )
     if size == 0:
         raise InputError(

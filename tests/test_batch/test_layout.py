@@ -73,6 +73,15 @@ def test_the_offender_is_the_odd_one_out() -> None:
     assert caught.value.where == "x"
 
 
+def test_a_flat_target_is_told_its_rows() -> None:
+    """As language models are often trained: a target for each token, in one row."""
+    with pytest.raises(InputError) as caught:
+        resolve_batch(call(rows(4, 16), target=rows(64)))
+    assert caught.value.where == "target"
+    told = "give it 4 samples (of 16 rows, made flat in forward or the loss); or say where"
+    assert caught.value.remedy.startswith(told)
+
+
 def test_an_empty_minibatch_is_refused() -> None:
     with pytest.raises(InputError, match="no samples"):
         resolve_batch(call(rows(0, 3), target=rows(0)))
