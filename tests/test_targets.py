@@ -88,6 +88,12 @@ def test_a_function_of_nobody() -> None:
         name_of(lambda x: x)
 
 
+def test_what_fills_parameters_of_a_module_that_a_call_makes() -> None:
+    with pytest.raises(TraceError) as caught:
+        name_of(torch.nn.init.kaiming_uniform_)
+    assert "run the model once before" in str(caught.value.remedy)
+
+
 def test_methods_and_the_operators_behind_them() -> None:
     assert method_name(torch.Tensor.view) == "view"
     assert method_name(torch.relu) is None

@@ -136,10 +136,10 @@ def name_of(function: Callable[..., Any]) -> str:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return f"{owner.__module__}.{owner.__qualname__}.apply"
-    raise TraceError(
-        f"the function {function!r} has no public name below torch",
-        remedy="call it through a module of torch, or wrap it in a torch.library custom op",
-    )
+    way = "call it through a module of torch, or wrap it in a torch.library custom op"
+    if getattr(function, "__module__", "") == torch.nn.init.__name__:  # a module is made
+        way = "make parameters in __init__, or run the model once before it is compiled"
+    raise TraceError(f"the function {function!r} has no public name below torch", remedy=way)
 
 
 @functools.lru_cache(maxsize=4096)
