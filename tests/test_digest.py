@@ -45,6 +45,10 @@ def test_writes_of_sparse_tensors_are_seen(layout: torch.layout) -> None:
     assert write_state(tensor)[2] != before[2]
 
 
+def test_where_the_entries_of_a_sparse_tensor_lie_counts() -> None:
+    assert digest(torch.eye(6).to_sparse()) != digest(torch.eye(6).roll(1, 0).to_sparse())
+
+
 @given(st.integers(0, 6 * 8 * 32 - 1))
 def test_each_bit_counts(bit: int) -> None:
     tensor = torch.arange(48.0).reshape(6, 8)

@@ -82,7 +82,7 @@ def test_an_update_takes_what_the_optimizer_moves() -> None:
 def test_python_of_a_call_and_its_update_is_forecast_and_not_certified(
     calls: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where costs are measured on the CPU: half of a call for each of two stages is one on each."""
+    """Costs measured on the CPU count one call of `step` on each of two stages."""
     machine = Machine(1e12, 1e12, calls)
     monkeypatch.setattr(planner, "machine_for", lambda *_: machine)
     options: dict[str, Any] = {"costs": "measured", "refine": False, "schedule": "1f1b"}

@@ -201,6 +201,14 @@ def test_of_groups_beside_several_boundaries_each_is_hidden_once() -> None:
     assert close(problem, best) > 0.8
 
 
+def test_messages_along_the_path_count_where_stages_hold_nothing_of_it() -> None:
+    """A path of three groups lies on four stages, between which links of a byte a second decide."""
+    problem = branched(122)
+    best = brute_force(problem)
+    assert best is not None
+    assert close(problem, best) > 0.9
+
+
 def test_a_path_of_one_group_has_two_boundaries_for_what_lies_beside_it() -> None:
     """No gradients come back, so the path is one group, and two stages hold nothing of it."""
     items = tuple(Item(f"i{i}", (f"i{i}",), 1.0, w) for i, w in enumerate((0.0, 2.0, 1.7)))

@@ -149,7 +149,7 @@ class _Gated(torch.nn.Module):
 
 
 def test_what_torchscript_rounds_in_its_own_way_is_no_difference():
-    """In the second step, of which its profiling makes other code; a wrong stage is found still."""
+    """TorchScript's profiling makes other code of a second step; a wrong stage is found still."""
     torch.manual_seed(0)
     model = _Gated()
     flat = example_call(model, torch.randn(8, 8), torch.randn(8, 8))

@@ -31,8 +31,9 @@ def digest(tensor: Tensor) -> int:
     """A 64-bit hash of all values; equal for equal bits in equal memory order."""
     if tensor.is_meta or not tensor.numel():
         return 0
-    if tensor.layout is not torch.strided:  # of a sparse one the entries that it has
-        tensor = tensor._values() if tensor.is_sparse else tensor.values()
+    if tensor.layout is not torch.strided:  # of a sparse one the entries that it has, and where
+        entries = tensor.detach().to_sparse(layout=torch.sparse_coo)
+        return digest(entries._indices()) ^ digest(entries._values())
     plain = tensor.detach().resolve_conj().resolve_neg()
     if not plain.is_contiguous():  # no copy where all lies side by side
         plain = plain.permute(sorted(range(plain.dim()), key=plain.stride, reverse=True))

@@ -108,8 +108,7 @@ def first_part(roots: Sequence[Root], wanted: Iterable[Tensor]) -> Rest:
     kept: dict[int, list[Tensor | None]] = {end: [] for end, _ in ends if end != _NOWHERE}
     handles = [graph.nodes[end].register_prehook(_keeper(found)) for end, found in kept.items()]
     try:
-        leaves = [leaf for n, leaf in graph.leaves.items() if n in early]
-        if leaves:
+        if leaves := [leaf for n, leaf in graph.leaves.items() if n in early]:
             accumulate(roots, leaves, again=bool(ends))
     finally:
         for handle in handles:

@@ -74,7 +74,7 @@ def test_the_offender_is_the_odd_one_out() -> None:
 
 
 def test_a_flat_target_is_told_its_rows() -> None:
-    """As language models are often trained: a target for each token, in one row."""
+    """A target for each token in one row, as language models are often trained."""
     with pytest.raises(InputError) as caught:
         resolve_batch(call(rows(4, 16), target=rows(64)))
     assert caught.value.where == "target"

@@ -157,7 +157,7 @@ class StageRules:
     limit; `share`: microbatches that a replica takes, by its row of the menu.  Of a row and the
     ranks behind the stage: `deepest`, its most warm-up, and `held`, how often it holds what is
     trained and what is saved, at least.  `ring`: the best link that so many replicas may have;
-    `hops`: of the stages with some of the path, where so many have none; `most_lost`: of these.
+    `hops`: of stages with some of the path, where so many have none; `most_lost`: of the latter.
     """
 
     kind: ScheduleKind
@@ -182,7 +182,7 @@ class PathBound:
     rules: StageRules
     close: float = CLOSE
     floors: Sequence[float] = ()  # by ranks that hold nothing of the path, seconds known before
-    _known: dict[tuple[StageDeployment, int, int], Limits] = field(default_factory=dict)
+    _known: dict[tuple[StageDeployment, int, int], Limits] = field(init=False, default_factory=dict)
 
     def least(self, lower: float, upper: float, late: Late) -> float:
         """Seconds from `lower` to `upper` that no pipeline is below; as close as time allows."""

@@ -63,6 +63,7 @@ def hops_of(path: Path, lost: int) -> list[Hops]:
     model, stages = path.model, path.model.problem.stages
     places = [path.whole.index(v) for v in path.kept]
 
+    @cache
     def between(link: StageLimits) -> Array:
         each = np.add(*_passed(model, path.whole, link))
         least = [each[a:b].min() for a, b in pairwise(places)]
@@ -84,8 +85,7 @@ def hops_of(path: Path, lost: int) -> list[Hops]:
             once = min(flow.forward_seconds(link) for link in stages)
             later = last[: max(path.low[v] for v in flow.sinks)]
             np.maximum(later, model.problem.num_microbatches * once, out=later)
-    each = zip(speeds, before, reversed(behind), strict=False)
-    return [Hops(speed, ahead, beyond, last) for speed, ahead, beyond in each]
+    return [Hops(*one, last) for one in zip(speeds, before, reversed(behind), strict=False)]
 
 
 def _passed(model: Model, path: Sequence[int], link: StageLimits) -> tuple[Array, Array]:
