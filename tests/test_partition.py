@@ -252,7 +252,6 @@ def test_large_problem_is_cut_and_bounded() -> None:
 
 
 def test_planner_checks_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "violations", lambda *_: [])
     monkeypatch.setattr(answer, "violations", lambda *_: ["nonsense"])
     with pytest.raises(PlanError, match=r"internal error.*nonsense"):
         partition(chain_problem([1.0, 2.0], 2))

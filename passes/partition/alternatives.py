@@ -93,7 +93,7 @@ def stage_uses(plan: Evaluation) -> tuple[StageUse, ...]:
     """
     spent, on, m = plan.times, plan.deployment, plan.m
     sent, received = spent.traffic(m)
-    path = critical(plan)[0] if chained(plan) else None
+    path = critical(plan)[0] if plan.chained else None
     total = seconds_of(plan) / (m if on.flush else 1)
     computing = [spent.computing(s, m) for s in range(len(on.ranks))]
     found, trips = [], round_trips(spent)
@@ -167,11 +167,6 @@ def bottleneck(uses: Sequence[StageUse]) -> int:
     if any(use.critical_seconds for use in uses):
         return max(uses, key=lambda use: use.critical_seconds).stage
     return max(uses, key=lambda use: use.binding_seconds).stage
-
-
-def chained(plan: Evaluation) -> bool:
-    """True if one chain of forwards, backwards and transfers tells how long a step takes."""
-    return plan.deployment.flush and plan.times.straight
 
 
 def critical(plan: Evaluation) -> tuple[Path, float]:

@@ -13,6 +13,7 @@ from pdcompile.passes.partition.bounds import bounding_cost, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
+from pdcompile.passes.partition.known_paths import KnownPaths
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
@@ -26,7 +27,7 @@ from pdcompile.passes.partition.model import (
 from pdcompile.passes.partition.round_trips import likely_groups
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.straight import cut_of, straight_bound
-from pdcompile.plan.evaluate import Deployment, measure, path_of, violations
+from pdcompile.plan.evaluate import Deployment, Evaluation, path_of
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
 
@@ -50,6 +51,7 @@ class Search:
     prover: str = "relaxation"
     impossible: bool = False  # proved
     seen: set[tuple[int, ...]] = field(default_factory=set)  # assignments
+    known: KnownPaths = field(default_factory=KnownPaths)
     cut: AnyCut | None = None
     #: shares of stages and `far` with which the likely chain was the best so far, see `Trips`
     ways: list[tuple[Sequence[float], bool]] = field(default_factory=list)
@@ -62,12 +64,10 @@ class Search:
         if stage_of in self.seen:
             return False
         self.seen.add(stage_of)
-        if violations(self.problem, stage_of):
+        plan = Evaluation(self.problem, stage_of)
+        if any(plan.violations()) or self.known.seconds(plan, self.upper) >= self.upper:
             return False
-        found = measure(self.problem, stage_of)
-        if found.objective >= self.upper:
-            return False
-        self.best = found
+        self.best = plan.partition()
         self.groups = tuple(stage_of[group[0]] for group in self.model.members)
         self._tell()
         return True

@@ -112,6 +112,11 @@ class Evaluation:
         return self.times.period(self.deployment.in_flight, self.m)
 
     @property
+    def chained(self) -> bool:
+        """True if one chain of forwards, backwards and transfers tells how long a step takes."""
+        return self.deployment.flush and self.times.straight
+
+    @property
     def warmup(self) -> tuple[int, ...]:
         return warmup_of(self.deployment.in_flight, len(self.stages), self.m)
 
