@@ -116,7 +116,7 @@ class Session(Guarded):
                 self._made.of_rank[rank].settle(self._call)
             if self.agreement is None:
                 return size
-            return self.agreement.reach(call, self._call, minibatch, size, flat)
+            return self.agreement.reach(call, self._call + self.refusals, minibatch, size, flat)
 
     def train(self, minibatch: int, feeds: list[Feed], *, updates: bool) -> None:
         """One minibatch, with its update or for its gradients alone.

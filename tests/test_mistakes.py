@@ -251,6 +251,37 @@ def test_ranks_that_refuse_the_same_go_on_together(kind: str, tmp_path: Path) ->
             assert f"rank {rank} still has True" in done.output, done.output
 
 
+REFUSES_ALONE = """
+import os
+from pdcompile.errors import ContractError, InputError, RankError
+from tests.helpers import models
+from tests.test_mistakes import pipeline
+
+rank = int(os.environ["RANK"])
+ids, target = models.batch_for("gpt", 8)
+pipe = pipeline(models.gpt(layers=1), "1f1b")
+pipe.prepare(ids, target=target)
+for minibatch in range(3):  # each rank has what its stage needs; the second target is broken
+    wanted = target.float() if minibatch == 1 else target
+    given = (ids, None) if rank == 0 else (None, wanted)
+    try:
+        float(pipe.step(given[0], target=given[1]).loss)
+    except InputError as error:
+        print(f"rank {rank} refused: {error.message}", flush=True)
+    except (ContractError, RankError) as error:
+        print(f"rank {rank} ended at {minibatch}: {error.message}", flush=True)
+        break
+"""
+
+
+def test_who_alone_refuses_a_minibatch_does_not_take_the_next_one_for_it(tmp_path: Path) -> None:
+    done = processes(REFUSES_ALONE, 2, tmp_path)
+    assert "rank 1 refused: this input is float32" in done.output, done.output
+    ended = "rank 1 ended at 2: rank 0 is in call 2, step (minibatch 1); this rank is in call 3"
+    assert ended in done.output, done.output
+    assert "rank 0 ended at 1: another rank failed first: rank 1" in done.output, done.output
+
+
 def test_a_refused_minibatch_is_no_minibatch() -> None:
     with pipeline(models.gpt(layers=1), "1f1b") as pipe:
         ids, target = models.batch_for("gpt", 8)

@@ -45,8 +45,8 @@ class Agreement:
     ) -> int | None:
         """Begin a call; returns its batch size, rank 0's where this rank does not know it.
 
-        Raises ContractError when this rank makes another call than rank 0, or has another
-        minibatch.  Nobody waits for anything that is not on its way: rank 0 goes on at once.
+        Raises ContractError when this rank makes another call than rank 0, has refused others, or
+        has another minibatch.  Nobody waits for what is not on its way: rank 0 goes on at once.
         """
         whole = flat.whole if flat else None
         mine = [_CALLS.index(call), number, minibatch, _UNKNOWN if size is None else size]
@@ -93,7 +93,7 @@ class Agreement:
                 f"rank {rank} {wrong}",
                 remedy="make the same calls with the same minibatches on every rank (none is rank "
                 "0's alone, such as save; the same seed and order in every loader); inputs that a "
-                "rank does not need may be None",
+                "rank does not need may be None; what one rank refuses, all have to refuse",
             )
 
 
@@ -122,7 +122,7 @@ class Guarded:
         self.updating: int | None = None  # the minibatch of the present call, if it changes weights
         self.agreement: Agreement | None = None
         self._call = 0
-        self._refused = False
+        self._refused, self.refusals = False, 0  # of calls that the others may have begun
         self._capture = capture
         self._log = None if world is None else world.peers.log
         if world is not None:
@@ -252,7 +252,7 @@ class Guarded:
             yield
         except PdcompileError as error:
             if self.world is not None and self.failed is None:
-                self._refused = True
+                self._refused, self.refusals = True, self.refusals + 1
                 said = f"rank {self.world.process} refused the call: {error.message}"
                 self._failures.say("refused", said)
             raise
