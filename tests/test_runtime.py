@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -201,6 +202,24 @@ def test_loaded_weights_start_a_new_history(schedule: str) -> None:
         pipe.load_state_dict({"nowhere": torch.zeros(1)})
     with pytest.raises(InputError, match=r"wpe.weight is \(1,\)"):
         pipe.load_state_dict({"wpe.weight": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "convert", [lambda value: value.to("meta"), lambda value: value.to_sparse()]
+)
+def test_a_state_without_dense_values_changes_nothing(convert: Callable[[Tensor], Tensor]) -> None:
+    model = models.mlp()
+    inputs, target = models.batch_for("mlp", 8)
+    pipe = pdcompile.compile(
+        model, inputs, example_target=target, loss_fn=models.loss_for("mlp"), optimizer=None,
+        microbatches=4, cluster="local:2", costs="estimated", verify="off",
+    )  # fmt: skip
+    before = copy.deepcopy(model.state_dict())
+    state = {name: torch.ones_like(value) for name, value in before.items()}
+    *_, last = state
+    with pytest.raises(InputError, match=f"{last} is no dense tensor with values"):
+        pipe.load_state_dict(state | {last: convert(state[last])})
+    assert not states_equal(model.state_dict(), before)
 
 
 def test_the_model_itself_is_trained_and_the_generator_left_alone() -> None:

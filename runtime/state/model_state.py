@@ -67,22 +67,22 @@ def check_state(
             where="load_state_dict",
             remedy=_renamed(state, unknown, shapes),
         )
-    for name, value in state.items():
-        if name in extra:
-            continue
+    tensors = {name: value for name, value in state.items() if name not in extra}
+    for name, value in tensors.items():
+        remedy = "give what state_dict() returns"
         if not isinstance(value, Tensor):
-            raise InputError(
-                f"{name} is of type {type(value).__name__}, not a tensor",
-                where="load_state_dict",
-                remedy="give what state_dict() returns",
+            found = f"of type {type(value).__name__}, not a tensor"
+        elif value.is_meta or value.is_quantized or value.layout is not torch.strided:
+            found = f"no dense tensor with values ({value.dtype}, {value.layout}, {value.device})"
+        elif tuple(value.shape) != shapes[name]:
+            found = f"{tuple(value.shape)}, in the model it is {shapes[name]}"
+            remedy = (
+                "load a state of a model with the same sizes, or leave this name out: what is left "
+                "out keeps its value"
             )
-        if tuple(value.shape) != shapes[name]:
-            raise InputError(
-                f"{name} is {tuple(value.shape)}, in the model it is {shapes[name]}",
-                where="load_state_dict",
-                remedy="load a state of a model with the same sizes, or leave this name out: "
-                "what is left out keeps its value",
-            )
+        else:
+            continue
+        raise InputError(f"{name} is {found}", where="load_state_dict", remedy=remedy)
 
 
 def _instead(state: Any) -> str:
