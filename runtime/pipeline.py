@@ -72,6 +72,7 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
             )
     summing = {name: stage for stage in plan.stages if stage.replicas > 1 for name in stage.ops}
     shared = plan.num_ranks < sum(stage.replicas for stage in plan.stages)  # then all have as many
+    alone = "schedule='1f1b'" if plan.spec.kind.dispatched else "replicas=1"
     for fqn, lookups in sparse_lookups(graph).items():
         stage = summing.get(lookups[0].name)
         if stage is not None:
@@ -81,7 +82,7 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
                 f"the gradient of this parameter is sparse ({lookups[0].source}), and the "
                 f"{stage.replicas} replicas of stage {stage.index} sum dense ones",
                 where=fqn,
-                remedy=f"sparse=False; or {'replicas=1' if shared else instead}",
+                remedy=f"sparse=False; or {alone if shared else instead}",
             )
     for fqn, info in graph.tensors.items() if plan.training.loss_scaling else ():
         if info.requires_grad and info.dtype == "float16":  # divided by the scale it would vanish
@@ -167,9 +168,7 @@ class Pipeline(Saving):
         plan = compiled.plan
         self._options = completed(self._options, plan)  # a given one is read where it is compiled
         check_supported(plan, compiled.capture.train)
-        if compiled.overlaps:
-            updates = self._options.optimizer is not None
-            check_older_weights(plan.training.schedule, updates=updates)
+        check_older_weights(plan.training.schedule, updates=self._options.optimizer is not None)
         if self._options.keep_model:
             kept, self._model = self._model, copy_of(self._model)
             for module in kept.modules():
@@ -224,8 +223,7 @@ class Pipeline(Saving):
         session = self._running
         compiled = session.compiled
         check_trains(session.plan.training.schedule, kind)
-        if compiled.overlaps:
-            check_older_weights(session.plan.training.schedule, updates=kind == "step")
+        check_older_weights(session.plan.training.schedule, updates=kind == "step")
         updates = kind == "step" and session.optimizer is not None
         if not updates:
             session.homes.check_none(kind)

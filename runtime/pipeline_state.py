@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pdcompile.errors import ClosedError, ConfigError, NotPrepared
 from pdcompile.hardware import devices
 from pdcompile.options import Options
-from pdcompile.options.option_checks import check_unscaled
+from pdcompile.options.option_checks import check_older_weights, check_unscaled
 from pdcompile.plan import Plan
 from pdcompile.position import Position
 from pdcompile.runtime.calls import Cut, check_sizes, needed_paths
@@ -234,6 +234,8 @@ class PipelineState(ModuleHints):
         """
         check_max_norm(max_norm)
         check_unscaled(self._options, "clip_grad_norm_")
+        check_older_weights(self.plan.training.schedule, updates=False)
+        self._running.homes.check_none("clip_grad_norm_")
         with self._call("clip_grad_norm_") as session:
             session.drain(self._num_minibatches, together=False)
             return session.clip(self._num_minibatches, max_norm)

@@ -301,6 +301,15 @@ def test_what_has_no_meaning_is_refused() -> None:
     inputs, target = models.batch_for(model, 8)
     with pytest.raises(ConfigError, match="older weights"):
         stale.forward_backward(inputs, target=target)
+    stale.step(inputs, target=target)
+    with pytest.raises(ConfigError, match="older weights"):  # step has updated: nothing to scale
+        stale.clip_grad_norm_(1.0)
+    homes = pdcompile.compile(
+        models.mlp(), inputs, example_target=target, loss_fn=models.loss_for("mlp"),
+        optimizer=ADAMW, microbatches=4, cluster="local:2", stages=1, replicas=2, updates="home",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="updates='every'"):
+        homes.clip_grad_norm_(1.0)
     for made, words in [
         (lambda p: torch.optim.LBFGS(p), "closure"),
         (lambda p: 3, "returned int"),

@@ -199,6 +199,10 @@ def test_replicas_of_a_table_are_refused(way: str) -> None:
     with pytest.raises(ConfigError, match="2 replicas of stage 0") as caught:
         pdcompile.compile(Table(way), (i, j), replicas=2, microbatches=4, **given)
     assert caught.value.remedy == "sparse=False; or replicas=1"
+    given |= {"schedule": "round", "stages": 3}  # all replicas of a stage are those of its schedule
+    with pytest.raises(ConfigError, match="2 replicas of stage 0") as caught:
+        pdcompile.compile(Table(way), (i, j), microbatches=4, **given)
+    assert caught.value.remedy == "sparse=False; or schedule='1f1b'"
 
 
 def test_a_sparse_gradient_that_only_a_run_shows_is_not_summed() -> None:

@@ -99,7 +99,7 @@ def check_trains(schedule: str, call: str) -> None:
 
 def check_older_weights(schedule: str, *, updates: bool) -> None:
     """Refuse calls and options without updates under a schedule that runs on older weights."""
-    if not updates:
+    if not updates and kind_of(schedule).stream:
         raise ConfigError(
             f"schedule={schedule!r} computes gradients on older weights, which means nothing "
             "without updates",
