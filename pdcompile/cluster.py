@@ -422,9 +422,9 @@ def _wrong_rows(file: _File) -> Iterator[tuple[str, str, str]]:
     for i, device in enumerate(file.devices):
         if not 1 <= device.count <= MAX_DEVICES:
             yield f"devices[{i}].count", f"{device.count} devices of a kind", some
-        if not (math.isfinite(device.speed) and device.speed > 0):
+        if not 1e-6 <= device.speed <= 1e6:  # searches square seconds: they are to stay finite
             remedy = "1.0 is as fast as where the costs were measured, 2.0 twice as fast"
-            yield f"devices[{i}].speed", f"speed is {device.speed!r}, not above 0", remedy
+            yield f"devices[{i}].speed", f"speed is {device.speed!r}, not from 1e-6 to 1e6", remedy
         wrong = misspelt(device.kind, HOST_KIND, GPU_KIND)
         yield from ((f"devices[{i}].kind", *found) for found in wrong)
     rows = [*((f"levels[{i}]", row) for i, row in enumerate(file.levels)), ("parts", file.parts)]
@@ -458,9 +458,9 @@ def _device(row: _DeviceRow, where: str) -> Device:
 
 def _rate(given: Any, name: str, where: str) -> float:
     rate = parse_rate(given, what=name, where=f"{where}.{name}")
-    if rate <= 0:
+    if rate < 1:
         raise ClusterError(
-            f"{name} is 0",
+            f"{name} is {rate:.3g} bytes per second",
             where=f"{where}.{name}",
             remedy='give what a device can send per second, such as "12.5 GB/s"',
         )

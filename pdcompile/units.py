@@ -28,7 +28,7 @@ _NUMBER = re.compile(
     r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-zµ/]*)\s*", re.ASCII
 )
 _SYNONYMS = {"byte": "B", "bytes": "B", "KB": "kB", "KB/s": "kB/s", "Kbit/s": "kbit/s", "µs": "us"}
-MOST_BYTES = 2**62
+MOST = 2**62  # bytes, bytes a second or seconds: their squares are finite floats
 
 
 def parse_bytes(value: float | str, *, what: str = "size", where: str | None = None) -> int:
@@ -41,7 +41,7 @@ def parse_bytes(value: float | str, *, what: str = "size", where: str | None = N
     if isinstance(value, int | float) and not isinstance(value, bool):
         if value < 0 or value != value or value // 1 != value:
             raise _wrong(value, what, BYTES, where)
-        if value > MOST_BYTES:
+        if value > MOST:
             raise _too_large(f"of {int(value).bit_length()} bits", what, where)
         return int(value)
     return int(_parse(value, BYTES, what, where))
@@ -121,17 +121,17 @@ def _parse(value: object, units: Mapping[str, Fraction], what: str, where: str |
         result = Fraction(match[1]) * units[unit]
     except ValueError:  # more digits than Python converts
         raise _too_large(f"{match[1][:20]}…", what, where) from None
-    if result > (MOST_BYTES if units is BYTES else 10**300):
+    if result > MOST:
         raise _too_large(value, what, where)
     return result
 
 
 def _scalar(value: object, units: Mapping[str, Fraction], what: str, where: str | None) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if isinstance(value, int) and value.bit_length() > 1000:  # more than a float holds
-            raise _too_large(f"of {value.bit_length()} bits", what, where)
-        if not (math.isfinite(value) and value >= 0):
+        if not 0 <= value < math.inf:
             raise _wrong(value, what, units, where)
+        if value > MOST:
+            raise _too_large(f"of {int(value).bit_length()} bits", what, where)
         return float(value)
     return float(_parse(value, units, what, where))
 

@@ -319,6 +319,7 @@ def test_simulate_into_a_place_that_cannot_be_written(plan_file: Path, call: Cal
     code, _, err = call("simulate", str(plan_file), "--html", f"{plan_file}/r.html")
     assert code == 2
     assert "cannot write" in err
+    assert "with -o" not in err  # which simulate does not have
 
 
 def test_times_are_taken_with_the_threads_of_a_run(

@@ -83,6 +83,13 @@ def test_everything_else_is_refused(name: str) -> None:
         resolve(name)
 
 
+def test_a_function_whose_class_is_inside_of_another_one_is_told_where_to_stand() -> None:
+    """Importing its module, which has it no more, would not help."""
+    with pytest.raises(SourceError) as caught:
+        resolve(f"{__name__}.made.<locals>.Square.apply")
+    assert "at the top of a module" in str(caught.value.remedy)
+
+
 def test_a_function_of_nobody() -> None:
     with pytest.raises(TraceError, match="no public name"):
         name_of(lambda x: x)

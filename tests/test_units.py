@@ -78,6 +78,9 @@ def test_half_a_byte_and_too_much() -> None:
         parse_bytes("1e300 GB")
     with pytest.raises(ConfigError, match="too large"):
         parse_rate("1e300 PB/s")
+    for seconds in ("1e200 s", 1e200):
+        with pytest.raises(ConfigError, match="too large"):
+            parse_seconds(seconds)
 
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, True])

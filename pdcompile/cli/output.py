@@ -113,7 +113,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written, with the system's reason.
     """
-    with errors_as(ConfigError, "cannot write the file", path, "choose another place with -o"):
+    with errors_as(ConfigError, "cannot write the file", path, "choose another place for it"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 

@@ -156,7 +156,7 @@ def resolve(target: str) -> Callable[..., Any]:
     if found is None or not callable(found):
         remedy = None
         if target.endswith(".apply"):
-            remedy = "import the module that defines this autograd.Function first"
+            remedy = "define this autograd.Function at the top of a module, and import that first"
         raise SourceError(f"no operator is called {target!r}", where=target, remedy=remedy)
     return found  # type: ignore[no-any-return]
 

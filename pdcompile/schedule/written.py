@@ -150,7 +150,7 @@ def check_suffix(path: Path, what: str) -> None:
         raise ScheduleError(
             f"a schedule is {what} {SUFFIX}, not {what.split()[-1]} {suffix or path}",
             where=str(path),
-            remedy=f"a CSV file, such as {path.with_suffix(SUFFIX).name or 'mine.csv'}",
+            remedy=f"a CSV file, such as {path.stem or 'mine'}{SUFFIX}",
         )
 
 
