@@ -30,7 +30,7 @@ from pdcompile.options.option_checks import (
     check_unscaled,
 )
 from pdcompile.plan import Plan
-from pdcompile.runtime.calls import begin_call, refuse_blind_start
+from pdcompile.runtime.calls import begin_call, refuse_blind_start, refuse_modes
 from pdcompile.runtime.evaluations import Evaluations, Recompile
 from pdcompile.runtime.failure.first_cause import describe
 from pdcompile.runtime.outputs import result_of
@@ -131,6 +131,7 @@ class Pipeline(Saving):
 
     def _start(self, flat: FlatCall | None) -> None:
         self._check_open()
+        refuse_modes()
         held = same_model.split_before(self._model, self._options)
         passed = modes(self._model)
         apply_overrides(self._model)
@@ -221,19 +222,18 @@ class Pipeline(Saving):
     def _train(self, kind: str, args: Any, kwargs: Any, target: Any) -> StepResult:
         flat = self._flatten(args, kwargs, target)
         session = self._running
-        compiled = session.compiled
         check_trains(session.plan.training.schedule, kind)
         check_older_weights(session.plan.training.schedule, updates=kind == "step")
         updates = kind == "step" and session.optimizer is not None
         if not updates:
             session.homes.check_none(kind)
-        graph = compiled.capture.train
+        graph = session.compiled.capture.train
         check_trained(graph)
         self._goes_on()
         with in_one_thread(session):
             number = self._num_minibatches
             feeds = begin_call(session, kind, number, flat, training=True, with_loss=True)
-            with session.call(None if compiled.overlaps else number):
+            with session.call(None if session.compiled.overlaps else number):
                 session.train(number, feeds, updates=updates)
             self._num_minibatches += 1
         return result_of(session, graph, feeds, session.workers[-1].losses[number])

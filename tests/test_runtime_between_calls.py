@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pdcompile
 from pdcompile.errors import ConfigError, InputError
 from pdcompile.reference import Reference, reference
 from pdcompile.runtime.pipeline import Pipeline
@@ -243,6 +244,24 @@ def test_modes_around_a_call(schedule: str) -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="autocast"):
         pipe.predict(inputs)
     same_steps(pipe, eager, model, first=3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_modes_around_the_first_call() -> None:
+    """They are named before anything is captured in them, which would warn of what differs."""
+    inputs, target = models.batch_for("mlp", 8)
+    pipe = pdcompile.compile(
+        models.mlp(), loss_fn=models.loss_for("mlp"), optimizer=partial(torch.optim.SGD, lr=0.1),
+        microbatches=4, cluster="local:2", costs="estimated",
+    )  # fmt: skip
+    for mode, name in [
+        (torch.inference_mode(), "inference_mode"),
+        (torch.autocast("cpu", torch.bfloat16), "autocast"),
+    ]:
+        for call in (pipe.step, pipe.prepare):
+            with mode, pytest.raises(ConfigError, match=f"torch.{name} is on"):
+                call(inputs, target=target)
+    pipe.step(inputs, target=target)
 
 
 class Scaled(nn.Module):
