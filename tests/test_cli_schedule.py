@@ -36,6 +36,15 @@ def test_a_schedule_is_written_and_read_again(name: str, tmp_path: Path, call: C
     assert [len(row.split()) for row in document["ranks"]] == [len(row) for row in read(mine).rows]
 
 
+def test_more_forwards_of_interleaved_in_a_file(tmp_path: Path, call: Call) -> None:
+    mine = tmp_path / "mine.csv"
+    counts = ["--stages", "4", "--ranks", "2", "--microbatches", "6"]
+    code, out, err = call("schedule", "interleaved+1", *counts, "-o", str(mine))
+    assert code == 0, err
+    assert "interleaved-1: 4 stages on 2 ranks" in out
+    assert len(read(mine).rows) == 2
+
+
 def test_an_edited_schedule_is_planned_and_run(tmp_path: Path, call: Call) -> None:
     """The plan carries it: the file may be gone, and comes out of the plan again."""
     mine, plan, again = (tmp_path / name for name in ("mine.csv", "plan.json", "mine.csv"))

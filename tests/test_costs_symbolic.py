@@ -173,7 +173,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 def test_sizes_on_the_command_line() -> None:
     assert sizes_of("b=8,s=512") == {"b": 8, "s": 512}
     assert sizes_of("b=3") == {"b": 3}
-    for text in ("8", "s=4", "b=x", "b=1,b=2", "b=1,t=2", ""):
+    for text in ("b=0", "b=8,s=0", "8", "s=4", "b=x", "b=1,b=2", "b=1,t=2", ""):
         with pytest.raises(ConfigError):
             sizes_of(text)
 

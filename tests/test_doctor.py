@@ -46,6 +46,12 @@ def test_this_host_is_described(call: Call) -> None:
     assert any(line["text"].startswith("torch ") for line in document["lines"])
 
 
+def test_a_report_of_nothing_is_not_asked_for(call: Call, tmp_path: Path) -> None:
+    code, _, err = call("doctor", "-o", str(tmp_path / "report.md"))
+    assert code == 2
+    assert "no effect without --devices" in err
+
+
 def test_the_table_says_what_to_do(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     code, out, _ = call("doctor")

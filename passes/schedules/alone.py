@@ -74,4 +74,4 @@ def written_of(plan: Plan) -> Written:
         )
         for tasks in tasks_of(plan.spec)
     ]
-    return parse(str(Written(kind.name, tuple(rows))), "the plan's schedule")
+    return parse(str(Written(kind.name.replace("+", "-"), tuple(rows))), "the plan's schedule")

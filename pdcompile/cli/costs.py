@@ -9,6 +9,7 @@ import typer
 
 from pdcompile.cli.options import Target, verb
 from pdcompile.cli.output import Result, as_written
+from pdcompile.errors import ConfigError
 
 _SIZES = "b=8,s=512"
 
@@ -46,8 +47,7 @@ def costs(
         found = symbolic_costs(
             workload.model, inputs, example_target=expected, loss_fn=workload.loss_fn
         )
-    if at is not None:
-        found = found.at(**sizes)
+    found = found.at(**sizes) if sizes else found
     return Result(as_written(found), [str(found)])
 
 
@@ -57,9 +57,7 @@ def sizes_of(text: str) -> dict[str, int]:
     Raises:
         ConfigError: the text has another form.
     """
-    from pdcompile.errors import ConfigError
-
-    found = re.fullmatch(r"b=(\d+)(?:, *s=(\d+))?", text.strip())
+    found = re.fullmatch(r"b=([1-9]\d*)(?:, *s=([1-9]\d*))?", text.strip())
     if found is None:
         raise ConfigError(
             f"--at {text!r} does not give sizes", remedy=f"write them as {_SIZES}, or as b=8"

@@ -12,6 +12,7 @@ import typer
 
 from pdcompile.cli.options import verb, written_to
 from pdcompile.cli.output import EXIT_DIFFERENT, Result, is_first_rank, write_text
+from pdcompile.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,6 +64,8 @@ def doctor(
     """
     from pdcompile.hardware.checkup import checkup
 
+    if output is not None and not devices:
+        raise ConfigError("-o has no effect without --devices", remedy="give both, or leave -o out")
     if devices:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many as torchrun gives a process
         began = time.monotonic()

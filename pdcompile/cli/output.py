@@ -158,15 +158,14 @@ def show_warning(
 def fail(error: PdcompileError, *, as_json: bool = False) -> int:
     """Print an error as a person wants to read it, of several ranks that end with it by one of
     them; the exit code that belongs to it."""
-    infeasible = isinstance(error, InfeasibleError)
-    proved = infeasible and not isinstance(error, NotFoundError)
+    status = error_document(error)["status"]
     several = under_torchrun()
 
     def show(first: bool) -> None:
         if as_json and first:
             emit_json(error_document(error))
         text = Text()
-        text.append("infeasible" if proved else "error", style="bold red")
+        text.append("infeasible" if status == "infeasible" else "error", style="bold red")
         text.append(f" on rank {os.environ.get('RANK')}: " if several else ": ", style="bold red")
         text.append(error.message)
         for label, line in error.details():
@@ -184,4 +183,4 @@ def fail(error: PdcompileError, *, as_json: bool = False) -> int:
             stderr().print(f"the same on rank{'s' * (len(others) > 1)} {ranks}", soft_wrap=True)
     else:
         show(True)
-    return EXIT_INFEASIBLE if infeasible else EXIT_BAD_INPUT
+    return EXIT_BAD_INPUT if status == "error" else EXIT_INFEASIBLE
