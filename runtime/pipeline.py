@@ -124,11 +124,10 @@ class Pipeline(Saving):
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> Pipeline:
         """Capture, plan and start, with one global minibatch (or none, if compile had one)."""
         if self._session is None:
-            flat = flatten_call(self._model, args, kwargs, target) if args or kwargs else None
-            with one_thread():
-                self._start(flat)
+            self._start(flatten_call(self._model, args, kwargs, target) if args or kwargs else None)
         return self
 
+    @one_thread()
     def _start(self, flat: FlatCall | None) -> None:
         self._check_open()
         refuse_modes()
@@ -282,15 +281,16 @@ class Pipeline(Saving):
 
     def _flatten(self, args: Any, kwargs: Any, target: Any) -> FlatCall:
         self._check_open()
-        check_target(self._options, target)
-        if args and isinstance(args[0], Shard):
-            if len(args) > 1 or kwargs or target is not None:
+        with nullcontext() if self._session is None else self._session.refusing():
+            check_target(self._options, target)
+            if not (args and isinstance(args[0], Shard)):
+                flat = flatten_call(self._model, args, kwargs, target)
+            elif len(args) > 1 or kwargs or target is not None:
                 raise InputError("a shard takes the place of all arguments", remedy="step(shard)")
-            return args[0].call(self._model, with_target=self._options.loss_fn is not None)
-        flat = flatten_call(self._model, args, kwargs, target)
+            else:
+                flat = args[0].call(self._model, with_target=self._options.loss_fn is not None)
         if self._session is None:
-            with one_thread():
-                self._start(flat)
+            self._start(flat)
         same_model.settle_others(self)
         return flat
 

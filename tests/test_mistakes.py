@@ -252,7 +252,7 @@ def test_ranks_that_refuse_the_same_go_on_together(kind: str, tmp_path: Path) ->
 
 
 REFUSES_ALONE = """
-import os
+import os, sys
 from pdcompile.errors import ContractError, InputError, RankError
 from tests.helpers import models
 from tests.test_mistakes import pipeline
@@ -262,8 +262,8 @@ ids, target = models.batch_for("gpt", 8)
 pipe = pipeline(models.gpt(layers=1), "1f1b")
 pipe.prepare(ids, target=target)
 for minibatch in range(3):  # each rank has what its stage needs; the second target is broken
-    wanted = target.float() if minibatch == 1 else target
-    given = (ids, None) if rank == 0 else (None, wanted)
+    broken = {"dtype": target.float(), "kind": target.numpy()}[sys.argv[1]]
+    given = (ids, None) if rank == 0 else (None, broken if minibatch == 1 else target)
     try:
         float(pipe.step(given[0], target=given[1]).loss)
     except InputError as error:
@@ -274,9 +274,14 @@ for minibatch in range(3):  # each rank has what its stage needs; the second tar
 """
 
 
-def test_who_alone_refuses_a_minibatch_does_not_take_the_next_one_for_it(tmp_path: Path) -> None:
-    done = processes(REFUSES_ALONE, 2, tmp_path)
-    assert "rank 1 refused: this input is float32" in done.output, done.output
+@pytest.mark.parametrize(
+    ("broken", "said"), [("dtype", "this input is float32"), ("kind", "a numpy array")]
+)
+def test_who_alone_refuses_a_minibatch_does_not_take_the_next_one_for_it(
+    broken: str, said: str, tmp_path: Path
+) -> None:
+    done = processes(REFUSES_ALONE, 2, tmp_path, broken)
+    assert f"rank 1 refused: {said}" in done.output, done.output
     ended = "rank 1 ended at 2: rank 0 is in call 2, step (minibatch 1); this rank is in call 3"
     assert ended in done.output, done.output
     assert "rank 0 ended at 1: another rank failed first: rank 1" in done.output, done.output

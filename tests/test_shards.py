@@ -238,6 +238,25 @@ def test_samples_draw_the_same_whoever_reads_them() -> None:
     assert _Seeded(Samples(), 0, noisy_collate).__getitems__(part)[1]
 
 
+def test_a_shard_of_a_second_pipeline_waits_for_what_the_first_has_in_flight() -> None:
+    """As its other calls do: it would compute on the weights of a minibatch before."""
+    model, samples = mlp(), Samples(8)
+    given: Any = {
+        "loss_fn": loss_for("mlp"), "microbatches": 4, "cluster": "local:2", "costs": "estimated",
+    }  # fmt: skip
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    trains = pdcompile.compile(model, optimizer=sgd, schedule="2bw", **given)
+    asks = pdcompile.compile(model, optimizer=None, **given)
+    asks.prepare(samples.x, target=samples.y)
+    with trains:
+        trains.step(samples.x, target=samples.y)
+        assert trains.in_flight
+        (shard,) = asks.shard(samples, [range(8)], evaluation=True)
+        found = float(asks.eval_step(shard).loss)
+        assert not trains.in_flight
+        assert found == float(asks.eval_step(samples.x, target=samples.y).loss)
+
+
 def test_shards_that_do_not_fit() -> None:
     pipe = pipeline()
     samples = Samples()
