@@ -87,9 +87,8 @@ class Saving(PipelineState):
         if options.resume is not None:
             self._resumed = _found(Path(options.resume))
         if self._resumed is not None:
-            position = self._resumed.position
-            self._num_minibatches = position.minibatches
-            self._num_evaluations = position.evaluations
+            place = self._resumed.position
+            self._num_minibatches, self._num_evaluations = place.minibatches, place.evaluations
 
     def save(self, folder: Folder, *, keep: int | None = None, schedulers: Any = ()) -> Path:
         """Write a checkpoint into a folder of its own in `folder`, and return its path.
@@ -213,12 +212,13 @@ class Saving(PipelineState):
         Flushes first, so every rank calls it.  Raises InputError for a name or shape that the
         model does not have.
         """
-        self.flush()
+        with self._call("load") as session:
+            session.drain(self._num_minibatches)
         found = as_position(position) or position_of(state) or self.position
-        self._running.load(state, found.minibatches)
-        resume_groups(self._running, found.minibatches, {})
+        session.load(state, found.minibatches)
+        resume_groups(session, found.minibatches, {})
         self._num_minibatches, self._num_evaluations = found.minibatches, found.evaluations
-        self._running.end_call()
+        session.end_call()
 
     def to_model(self) -> nn.Module | None:
         """The trained eager model; under torchrun a copy of it on rank 0, None elsewhere."""

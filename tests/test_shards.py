@@ -56,8 +56,8 @@ def shuffled(samples: Any, size: int = 8) -> BatchSampler:
     return BatchSampler(RandomSampler(samples), size, False)
 
 
-def pipeline(*, prepared: bool = True, **given: Any) -> Any:
-    model = mlp()
+def pipeline(*, prepared: bool = True, model: Any = None, **given: Any) -> Any:
+    model = model or mlp()
     common: dict[str, Any] = {
         "loss_fn": loss_for(model), "optimizer": partial(torch.optim.SGD, lr=0.1),
         "microbatches": 4, "costs": "estimated", "verify": "off", "progress": False,
@@ -255,6 +255,19 @@ def test_a_shard_of_a_second_pipeline_waits_for_what_the_first_has_in_flight() -
         found = float(asks.eval_step(shard).loss)
         assert not trains.in_flight
         assert found == float(asks.eval_step(samples.x, target=samples.y).loss)
+
+
+def test_a_state_loaded_by_a_second_pipeline_waits_too() -> None:
+    """The first could neither go on nor flush: what it had in flight was written over."""
+    model, samples = mlp(), Samples(8)
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    trains = pipeline(model=model, optimizer=sgd, schedule="2bw")
+    asks = pipeline(model=model, optimizer=None)
+    trains.step(samples.x, target=samples.y)
+    asks.load_state_dict({name: torch.zeros_like(one) for name, one in model.named_parameters()})
+    assert not trains.in_flight
+    trains.step(samples.x, target=samples.y)
+    trains.close()
 
 
 def test_shards_that_do_not_fit() -> None:
