@@ -122,6 +122,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     workers = session.config.getoption("numprocesses", None)
     if workers and "PYTEST_XDIST_WORKER" not in os.environ:
         session.config.pluginmanager.register(_Waiting(session))
+        from tests.helpers.forking import start
+
+        start()  # one for all workers
 
 
 @pytest.hookimpl(wrapper=True)

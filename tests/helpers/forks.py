@@ -1,6 +1,7 @@
 """Runs scripts in forks of a process that has imported everything: a rank starts at once.
 
-Each line that comes in asks for one run, a JSON list of ranks: {"script", "arguments", "folder",
+A socket, whose handle is the argument, is for those who ask, each of whom a fork serves.  Each line
+that comes in asks for one run, a JSON list of ranks: {"script", "arguments", "folder",
 "environment", "output"}.  Each line that goes out answers: the process numbers as soon as the
 ranks run, the exit codes when all have ended.  A fork runs its script as the interpreter would: as
 `__main__`, with its own exit code, hooks and last line.
@@ -12,6 +13,9 @@ import atexit
 import gc
 import json
 import os
+import select
+import signal
+import socket
 import sys
 import types
 from contextlib import suppress
@@ -30,6 +34,16 @@ def end() -> None:
     os._exit(ended)
 
 
+listening = socket.socket(fileno=int(sys.argv[1]))
+
+
+def somebody_asks() -> bool:
+    """Wait until somebody connects; False: standard input ended, and with it all tests."""
+    return sys.stdin not in select.select([sys.stdin, listening], [], [])[0]
+
+
+if not somebody_asks():
+    sys.exit(0)  # before anything is imported
 # Builds of torch for CUDA bring it, and it complains at the end of a fork that it was not freed.
 sys.modules["triton"] = None  # type: ignore[assignment]
 
@@ -48,18 +62,33 @@ from tests.helpers.divided import batch_of, model_of  # noqa: E402
 
 
 def rank_to_run() -> dict[str, Any]:
-    """What a fork has to run; the first process stays in here until nobody asks any more."""
-    for line in sys.stdin:
-        started = []
-        for rank in json.loads(line):
-            child = os.fork()
-            if child == 0:
-                return rank
-            started.append(child)
-        print(json.dumps(started), flush=True)
-        # One after the other: how rank 1 ended stays known while rank 0 runs.
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in started]
-        print(json.dumps(codes), flush=True)
+    """What a fork has to run; the first process stays in here until all tests have ended, its forks
+    that serve until those whom they serve have."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks that serve
+    while somebody_asks():
+        connection, _ = listening.accept()
+        with connection:
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                return served(connection)
+    sys.exit(0)
+
+
+def served(connection: socket.socket) -> dict[str, Any]:
+    """What a fork of this one has to run, which stays in here until nobody asks any more."""
+    listening.close()
+    with connection.makefile("rw") as asking:
+        for line in asking:
+            started = []
+            for rank in json.loads(line):
+                child = os.fork()
+                if child == 0:
+                    return rank  # type: ignore[no-any-return]
+                started.append(child)
+            print(json.dumps(started), file=asking, flush=True)
+            # One after the other: how rank 1 ended stays known while rank 0 runs.
+            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in started]
+            print(json.dumps(codes), file=asking, flush=True)
     sys.exit(0)
 
 

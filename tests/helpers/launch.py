@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 180  # generous: the machine may be busy
+from tests.helpers.forking import ROOT, TIMEOUT_SECONDS, environment, forks
+
+__all__ = ["ROOT", "Run", "processes", "torchrun"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def torchrun(
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
-        env=_environment(),
+        env=environment(),
         start_new_session=True,
     )
     try:
@@ -89,7 +87,7 @@ def processes(script: str, num_ranks: int, folder: Path, *arguments: str) -> Run
         }
         for rank, output in enumerate(outputs)
     ]
-    codes = _forks(asked)
+    codes = forks(asked)
     printed = "".join(output.read_text(encoding="utf-8") for output in outputs)
     return Run(next((code for code in codes if code), 0), printed)
 
@@ -98,42 +96,3 @@ def _write(script: str, folder: Path) -> Path:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     return path
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-@cache
-def _forking() -> subprocess.Popen[str]:
-    """The process whose forks are ranks; it ends when these tests have."""
-    command = [sys.executable, "-m", "tests.helpers.forks"]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=_environment(),
-    )
-
-
-def _forks(asked: list[dict[str, object]]) -> list[int]:
-    """Exit codes of these ranks, that of a killed one negative."""
-    process = _forking()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    print(json.dumps(asked), file=process.stdin, flush=True)
-    started = json.loads(process.stdout.readline())
-    late = threading.Timer(TIMEOUT_SECONDS, _kill, [started])
-    late.start()
-    try:
-        codes: list[int] = json.loads(process.stdout.readline())
-    finally:
-        late.cancel()
-    return codes
-
-
-def _kill(started: list[int]) -> None:
-    for one in started:
-        os.kill(one, signal.SIGKILL)
