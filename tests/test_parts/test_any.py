@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from pdcompile.options.layouts import SPLITS, layouts, named
 from pdcompile.parts.shard import Split
 from pdcompile.pass_runner import Listener, PassRunner
 from pdcompile.passes.planning.search.trials import Sketched, Trials
+from pdcompile.plan import Plan
 from tests.helpers.launch import processes
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree
 
@@ -197,10 +199,15 @@ def test_no_split_is_ideal() -> None:
     assert ideal == pytest.approx([whole] * len(ideal))
 
 
+@cache
+def whole_stages() -> Plan:
+    return planned(two_hosts(), replicas=4).plan
+
+
 @pytest.mark.parametrize(("times", "rows"), [(2.0, ["2 parts by width, at least"]), (0.9, [])])
 def test_a_layout_that_was_not_tried_is_told_by_its_bound(times: float, rows: list[str]) -> None:
     """None is told that might be faster."""
-    plan = planned(two_hosts(), replicas=4, verify="off").plan
+    plan = whole_stages()
     search, seconds = LayoutSearch(True, Listener()), plan.certificate.objective_seconds
     search.add(Planned(Options(), *cast(Any, (None, None, None, None, plan))))
     search._bounded(Options.given({"parts": 2, "split": "width"}), times * seconds)
@@ -247,19 +254,32 @@ def test_the_choice_is_the_fastest_of_all_that_can_be_named() -> None:
     assert any(row.choice == "parts" for row in chosen.alternatives)
 
 
+TIGHT = {"cluster": two_hosts(memory='memory = "150 MB"'), "width": 1024, "microbatches": 8}
+
+
+@cache
+def divided() -> tuple[Plan, int]:
+    """The plan of any parts where stages do not fit whole, and how often the model was captured."""
+    captures: list[int] = []
+    own = driver.capture
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "capture", lambda *a, **k: captures.append(1) or own(*a, **k))
+        return planned(parts="any", stages=2, **TIGHT).plan, len(captures)
+
+
 def test_memory_and_links_decide() -> None:
     """Slow links inside of a host make stages whole; weights that fit nowhere else divide."""
     whole = planned(two_hosts("1 GB/s"), parts="any", stages=2, replicas=2).plan
     assert whole.training.parts == 1
-    tight = two_hosts(memory='memory = "150 MB"')
-    fixed = {"stages": 2, "width": 1024, "microbatches": 8}
     with pytest.raises(InfeasibleError):
-        planned(tight, replicas=2, **fixed)
-    divided = planned(tight, parts="any", **fixed).plan.training
-    assert (divided.parts, divided.split) == (2, "width+sequence")
+        planned(stages=2, replicas=2, **TIGHT)
+    training = divided()[0].training
+    assert (training.parts, training.split) == (2, "width+sequence")
 
 
-@pytest.mark.parametrize("split", ["samples", "sequence", "weights+samples"])
+@pytest.mark.parametrize("split", [
+    "samples", pytest.param("sequence", marks=pytest.mark.slow), "weights+samples",
+])  # fmt: skip
 def test_an_update_waits_until_parts_have_summed_what_each_has_whole(
     split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,14 +359,8 @@ def test_in_a_process_alone_stages_are_whole() -> None:
     assert pipe.plan.training.parts == 1
 
 
-def test_a_model_is_captured_once_and_a_given_plan_is_not_searched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    captures = []
-    own = driver.capture
-    monkeypatch.setattr(driver, "capture", lambda *a, **k: captures.append(1) or own(*a, **k))
-    tight = two_hosts(memory='memory = "150 MB"')  # in which stages do not fit whole
-    plan = planned(tight, 1024, parts="any", stages=2, microbatches=8).plan
-    assert len(captures) == 1
-    again = planned(tight, 1024, parts="any", plan=plan, microbatches=8).plan
+def test_a_model_is_captured_once_and_a_given_plan_is_not_searched() -> None:
+    plan, captures = divided()
+    assert captures == 1
+    again = planned(parts="any", plan=plan, **TIGHT).plan
     assert again.stages == plan.stages

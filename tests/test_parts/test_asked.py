@@ -13,12 +13,14 @@ import pytest
 import pdcompile
 from examples.gpt import loss_fn
 from pdcompile import Split
+from pdcompile.batch import example_call, resolve_batch
 from pdcompile.errors import ConfigError
 from pdcompile.parts.shard import Split as Family
 from pdcompile.passes.parts import in_parts
 from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.plan import Plan, Training
 from pdcompile.problem.constraints import parsed, smallest_conflict
+from tests.helpers.captures import capture_once
 from tests.helpers.divided import batch_of, model_of
 from tests.helpers.launch import processes
 from tests.test_parts.test_experts import capture_of
@@ -27,14 +29,11 @@ from tests.test_parts.test_pipelines import COMMON, agree
 
 @cache
 def captured(name: str) -> Any:
-    from pdcompile.batch import example_call, resolve_batch
-    from pdcompile.passes.trace import capture
-
     model, (inputs, target) = model_of(name), batch_of(name)
     if target is None:
         return capture_of(model, **inputs)
     flat = example_call(model, inputs, target)
-    return capture(model, flat, resolve_batch(flat), loss_fn)
+    return capture_once(model, flat, resolve_batch(flat), loss_fn)
 
 
 def products(layouts: Layouts, module: str) -> list[str]:
@@ -195,9 +194,10 @@ RANKS = """
 """
 
 
-def test_on_four_ranks_as_plain_pytorch(tmp_path: Path) -> None:
-    settings = [
-        ["width", ["blocks.0.attention", "sequence"], ["blocks.1", "samples"]],
-        ["samples", ["blocks.0", "width"], ["blocks.1.attention", "whole"]],
-    ]
-    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("setting", [
+    ["width", ["blocks.0.attention", "sequence"], ["blocks.1", "samples"]],
+    ["samples", ["blocks.0", "width"], ["blocks.1.attention", "whole"]],
+], ids=lambda setting: setting[0])  # fmt: skip
+def test_on_four_ranks_as_plain_pytorch(setting: list[Any], tmp_path: Path) -> None:
+    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps([setting])), 1)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pdcompile
+from pdcompile.batch import flatten_call, resolve_batch
 from pdcompile.errors import ConfigError
 from pdcompile.ir.graph import Capture
 from pdcompile.parts.conversions import own_grouped_mm
@@ -20,6 +21,7 @@ from pdcompile.parts.turns import in_turns
 from pdcompile.passes.parts.layout import SUM
 from pdcompile.passes.parts.layouts import Layouts, lay_out
 from pdcompile.passes.parts.written import write
+from tests.helpers.captures import capture_once
 from tests.helpers.divided import batch_of, model_of
 from tests.helpers.launch import processes
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree, checkpoints_fit
@@ -30,11 +32,8 @@ def laid_out(model: nn.Module, split: Split, parts: int = 2, **given: Tensor) ->
 
 
 def capture_of(model: nn.Module, **given: Tensor) -> Capture:
-    from pdcompile.batch import flatten_call, resolve_batch
-    from pdcompile.passes.trace import capture
-
     flat = flatten_call(model, (), given, None)
-    return capture(model, flat, resolve_batch(flat), None)
+    return capture_once(model, flat, resolve_batch(flat), None)
 
 
 def conversions(layouts: Layouts) -> list[str]:
@@ -200,14 +199,15 @@ def test_what_is_not_zero_for_zero_or_mixes_rows_is_computed_of_totals() -> None
     pipe.prepare(**inputs)  # verifies loss and gradients of two parts
 
 
-SETTINGS = [
-    {"model": "switch", "parts": 2, "stages": 2, "split": split, "max_grad_norm": clip}
-    for split, clip in (("experts", None), ("experts+samples", 0.5))
-]
-
-
-def test_a_switch_on_four_ranks_trains_as_plain_pytorch(tmp_path: Path) -> None:
-    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(SETTINGS)), len(SETTINGS))
+@pytest.mark.parametrize(
+    ("split", "clip"),
+    [pytest.param("experts", None, marks=pytest.mark.slow), ("experts+samples", 0.5)],
+)
+def test_a_switch_on_four_ranks_trains_as_plain_pytorch(
+    split: Split, clip: float | None, tmp_path: Path
+) -> None:
+    setting = {"model": "switch", "parts": 2, "stages": 2, "split": split, "max_grad_norm": clip}
+    agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps([setting])), 1)
 
 
 @pytest.mark.slow

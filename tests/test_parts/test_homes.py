@@ -64,7 +64,6 @@ FAST = [
     {"optimizer": "muon", "parts": 2, "stages": 2, "max_grad_norm": 0.5},
     {"optimizer": "adafactor", "parts": 4},
     {"optimizer": "lamb", "parts": 2, "replicas": 2, "stages": 1},
-    {"optimizer": "sizes", "parts": 2, "stages": 2},
 ]
 
 
