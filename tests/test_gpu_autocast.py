@@ -30,8 +30,6 @@ from tests.helpers.alike import WORKLOAD, Call
 from tests.helpers.cases import case
 from tests.test_codegen_wild import run_pipeline_file
 
-pytestmark = pytest.mark.usefixtures("captured_anew")
-
 GPUS = pdcompile.Cluster.local(2, kind="a100-80")
 CPUS = pdcompile.Cluster.local(2)
 
@@ -103,6 +101,7 @@ def test_ops_have_the_dtypes_of_the_devices_that_the_plan_is_for() -> None:
         for build in (small_gpt, models.unet, models.convnet, models.mlp)
     ],
 )
+@pytest.mark.usefixtures("captured_anew")
 def test_all_models_are_captured_in_the_region_of_gpus(
     build: Callable[[], nn.Module], meta: bool, fast: bool
 ) -> None:
@@ -397,6 +396,7 @@ def test_what_fails_on_the_cpu_is_planned_and_not_compared(monkeypatch: pytest.M
     assert said in str(planned(models.mlp()).verification)
 
 
+@pytest.mark.usefixtures("captured_anew")
 def test_a_torch_without_fake_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "fake_gpus_have_gradients", lambda: False)
     with pytest.raises(TraceError, match="does not record fake tensors of a GPU here"):

@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {
 }
 LIMIT = 0.05  # which the logits of some heads exceed
 REPLICAS = {"schedule": "1f1b", "stages": 2, "replicas": 2, "cluster": "1x4"}
-BATCHES = list(itertools.islice(kimi.batches(16), 4))
+BATCHES = list(itertools.islice(kimi.batches(16), 2))
 
 
 def compiled(model: torch.nn.Module, **options: Any) -> pdcompile.Pipeline:

@@ -354,8 +354,9 @@ def test_in_a_process_alone_stages_are_whole() -> None:
     torch.manual_seed(0)
     ids = torch.randint(256, (8, 16))
     pipe = pdcompile.compile(
-        GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated", parts="any"
-    )
+        GPT(2, 64, 4, 16), ids, example_target=ids, loss_fn=loss_fn, costs="estimated", parts="any",
+        verify="off",
+    )  # fmt: skip
     assert pipe.plan.training.parts == 1
 
 
