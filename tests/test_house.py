@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import modules, runtime_imports
+from tests.test_imports import modules, parsed, runtime_imports
 
 #: folders of a room (with what lies below them, unless it is in another room) and its lines.
 #: A budget only shrinks: who needs more lines somewhere finds them in the same room.
@@ -148,7 +148,7 @@ def found_in_files() -> dict[str, tuple[list[str], list[str]]]:
     """Parts of each module that are too long, and internals of torch that it names."""
     found = {}
     for module, path in modules().items():
-        nodes = nodes_of(path.read_text(encoding="utf-8"))
+        nodes = [*ast.walk(parsed(path))]
         found[module] = [name for name, _ in too_long(nodes)], [*internals(nodes)]
     return found
 

@@ -66,6 +66,11 @@ class Import:
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imports_of(path: Path) -> list[Import]:
     """Every import of a file, by one look at its statements."""
     found: list[Import] = []
@@ -84,7 +89,7 @@ def imports_of(path: Path) -> list[Import]:
                 of_checker = checked and child in node.body  # type: ignore[attr-defined]
                 visit(child, at_top and not of_checker, for_types or of_checker)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")), True, False)
+    visit(parsed(path), True, False)
     return found
 
 

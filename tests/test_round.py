@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,12 @@ OPTIONS: dict[str, Any] = {"schedule": "round", "microbatches": 4, "max_grad_nor
     "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}  # fmt: skip
 compiled = partial(alike.compiled, stages=5, **OPTIONS)
 NAMES = ["round", "round-2bw"]
+
+
+@cache
+def planned(**options: Any) -> Plan:
+    """The plan of a small model on two ranks of one host."""
+    return compiled(mlp, cluster="1x2", **options).plan
 
 
 def test_it_is_its_picture() -> None:
@@ -125,7 +131,7 @@ def test_weights_move_over_the_link_of_each_rank(s: int, ranks: int, rates: list
     assert found[2] == pytest.approx(found[3], abs=1e-2)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("build", "ranks", "options"),
     [
@@ -221,7 +227,7 @@ def test_the_planner_chooses_where_updates_are() -> None:
 
 
 def test_idle_time_is_that_of_a_rank_with_all_of_its_stages() -> None:
-    found = explained(compiled(mlp, cluster="1x2").plan)
+    found = explained(planned(schedule="round", updates="every"))
     busy = sum(one.compute_seconds for one in found.stages) * found.num_microbatches
     idle = 1 - busy / found.objective_seconds
     assert [one.idle for one in found.stages] == pytest.approx([idle] * len(found.stages))
@@ -260,10 +266,7 @@ def test_the_bound_has_the_ways_of_weights(tmp_path: Path, call: Call, again: st
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_count_once_a_host(name: str) -> None:
     """On CPUs, where nothing is sent after an update; a device of another kind has its own."""
-    every, home = (
-        compiled(mlp, cluster="1x2", updates=updates, schedule=name).plan
-        for updates in ("every", "home")
-    )
+    every, home = (planned(schedule=name, updates=one) for one in ("every", "home"))
     gpus = Cluster((Device("cuda"),) * 2, (Level("host", 2, 1e9),)).to_toml()
     for plan, readers in ((home, 2), (replace(home, cluster=gpus), 1)):
         found = simulate(plan)
@@ -305,7 +308,7 @@ def test_what_it_has_not() -> None:
 
 
 def test_other_turns_and_hosts_are_refused_in_a_plan() -> None:
-    plan = compiled(mlp, cluster="1x2").plan
+    plan = planned(schedule="round", updates="every")
     data = json.loads(plan.to_json())
     data["stages"][1]["ranks"] = [0, 1]
     with pytest.raises(PlanError, match=r"\[0, 1\], and the turns under 'round' are \[1, 0\]"):

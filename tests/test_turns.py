@@ -410,18 +410,19 @@ def train(pipe, eager, model, turns):
     close(pipe.state_dict(), eager.full_state_dict())
     pipe.close()
 
-for schedule in ("1f1b", "2bw"):
+for schedule in sys.argv[1:]:
     model = models.mlp()
     inputs, target = models.batch_for(model, 16)
     common = dict(loss_fn=models.loss_for(model), optimizer=partial(torch.optim.SGD, lr=0.1),
                   schedule=schedule, microbatches=8)
     given = dict(example_target=target, costs="estimated", verify="off", updates="home", **common)
     eager, twin = reference(copy.deepcopy(model), **common), copy.deepcopy(model)
-    cluster = of_speeds([3.0, 1.0, 1.0])
-    pipe = pdcompile.compile(model, inputs, replicas=(3,), cluster=cluster, **given)
-    train(pipe, eager, model, ((0, 0, 0, 1, 2),))
-    model, eager = twin, reference(copy.deepcopy(twin), **common)
-    plan = pdcompile.compile(copy.deepcopy(model), inputs, replicas=(2, 1), **given)
+    if schedule == "1f1b":
+        cluster = of_speeds([3.0, 1.0, 1.0])
+        pipe = pdcompile.compile(model, inputs, replicas=(3,), cluster=cluster, **given)
+        train(pipe, eager, model, ((0, 0, 0, 1, 2),))
+        continue
+    plan = pdcompile.compile(twin, inputs, replicas=(2, 1), **given)
     turned, _ = with_turns(plan.plan, (0, 0, 1), ()), plan.close()
     pipe = pdcompile.compile(model, inputs, plan=turned, **given)
     train(pipe, eager, model, ((0, 0, 1), ()))
@@ -446,7 +447,10 @@ say("equal")
 )
 
 
-def test_on_ranks(tmp_path: Path) -> None:
-    run = processes(TORCHRUN, 3, tmp_path)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("schedules", [("1f1b", "2bw"), ("gpipe",)])
+def test_on_ranks(schedules: tuple[str, ...], tmp_path: Path) -> None:
+    """Turns by speed, turns of a plan that somebody edited, and asynchronous ones."""
+    run = processes(TORCHRUN, 3, tmp_path, *schedules)
     assert run.code == 0, run
     assert run.output.count("equal") == 3, run
