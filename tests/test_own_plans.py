@@ -139,7 +139,7 @@ def planned(seed: int) -> Plan | None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("begin", range(FIRST, FIRST + CASES, BLOCK))
-def test_what_was_planned_passes_its_check(begin: int, fast: bool) -> None:
+def test_what_was_planned_passes_its_check(begin: int) -> None:
     """The planner checks its plan: a PlanError here is what a user would get at every start."""
-    made = [planned(seed) for seed in range(begin, begin + (3 if fast else BLOCK))]
-    assert sum(one is not None for one in made) > len(made) // 2
+    made = [planned(seed) for seed in range(begin, begin + BLOCK)]
+    assert sum(one is not None for one in made) > BLOCK // 2
