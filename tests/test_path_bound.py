@@ -147,7 +147,7 @@ def ratios(problems: Iterable[PartitionProblem]) -> list[float]:
     "block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 20))]
 )
 def test_bounds_stay_below_the_optimum(block: int, fast: bool) -> None:
-    found, count = [], 50 if fast else 100
+    found, count = [], 30 if fast else 100
     for seed in range(100 * block, 100 * block + count):
         problem = blocks(seed) if seed % 3 == 0 else branched(seed)
         if seed % 5 == 0:

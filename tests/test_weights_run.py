@@ -73,9 +73,10 @@ def test_what_does_not_fit_is_refused_before_planning(tmp_path: Path) -> None:
 
 
 def test_without_a_source_the_remedy_names_it() -> None:
-    pipe = pipeline(on_meta(), verify="off", stages=2, **TRAIN)
+    model = nn.Linear(8, 8, device="meta")
+    pipe = pdcompile.compile(model, costs="estimated", loss_fn=nn.functional.mse_loss)
     with pytest.raises(ConfigError, match="no values, they are on the meta device") as caught:
-        pipe.step(**batch(0))
+        pipe.step(torch.ones(4, 8), target=torch.ones(4, 8))
     assert "weights=" in (caught.value.remedy or "")
 
 
