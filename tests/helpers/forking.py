@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from functools import cache
 from pathlib import Path
@@ -19,13 +20,16 @@ from typing import TextIO
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 180  # generous: the machine may be busy
-_HOST, _PORT = "127.0.0.1", "PDCOMPILE_TESTS_FORKING_PORT"
+_PLACE = "PDCOMPILE_TESTS_FORKING"  # its socket, in a folder of this user alone
 _started: list[subprocess.Popen[bytes]] = []  # referred to, so that their pipes stay open
 
 
 def start() -> None:
     """Start the process; this one and those that it starts find it by the environment."""
-    with socket.create_server((_HOST, 0)) as listening:
+    place = f"{tempfile.mkdtemp()}/asked"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(place)
+        listening.listen()
         handle = listening.fileno()
         command = [sys.executable, "-m", "tests.helpers.forks", str(handle)]
         _started.append(
@@ -33,7 +37,7 @@ def start() -> None:
                 command, stdin=subprocess.PIPE, pass_fds=[handle], cwd=ROOT, env=environment()
             )
         )
-        os.environ[_PORT] = str(listening.getsockname()[1])
+    os.environ[_PLACE] = place
 
 
 def environment() -> dict[str, str]:
@@ -57,9 +61,11 @@ def forks(asked: list[dict[str, object]]) -> list[int]:
 
 @cache
 def _asking() -> TextIO:
-    if _PORT not in os.environ:
+    if _PLACE not in os.environ:
         start()
-    return socket.create_connection((_HOST, int(os.environ[_PORT]))).makefile("rw")
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.environ[_PLACE])
+    return connection.makefile("rw")
 
 
 def _kill(ranks: list[int]) -> None:

@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -37,13 +38,14 @@ def end() -> None:
 listening = socket.socket(fileno=int(sys.argv[1]))
 
 
-def somebody_asks() -> bool:
-    """Wait until somebody connects; False: standard input ended, and with it all tests."""
-    return sys.stdin not in select.select([sys.stdin, listening], [], [])[0]
+def wait_for_somebody() -> None:
+    """Return when somebody connects; end where standard input has, and with it all tests."""
+    if sys.stdin in select.select([sys.stdin, listening], [], [])[0]:
+        shutil.rmtree(os.path.dirname(listening.getsockname()))
+        sys.exit(0)
 
 
-if not somebody_asks():
-    sys.exit(0)  # before anything is imported
+wait_for_somebody()  # before anything is imported
 # Builds of torch for CUDA bring it, and it complains at the end of a fork that it was not freed.
 sys.modules["triton"] = None  # type: ignore[assignment]
 
@@ -65,13 +67,13 @@ def rank_to_run() -> dict[str, Any]:
     """What a fork has to run; the first process stays in here until all tests have ended, its forks
     that serve until those whom they serve have."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks that serve
-    while somebody_asks():
+    while True:
+        wait_for_somebody()
         connection, _ = listening.accept()
         with connection:
             if os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 return served(connection)
-    sys.exit(0)
 
 
 def served(connection: socket.socket) -> dict[str, Any]:
