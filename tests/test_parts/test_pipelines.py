@@ -214,11 +214,11 @@ def checkpoints_fit(
 
 
 def test_checkpoints_of_any_plan_fit_any_other_with_states_of_adam(tmp_path: Path) -> None:
-    """Of parts, of whole stages, and of updates at homes, whichever comes next."""
+    """Of parts, of replicas, and of updates at homes, whichever comes next."""
     at_home = {"updates": "home", "replicas": 2}
     settings = [
-        {"parts": 2, "stages": 2}, {**at_home, "stages": 2}, {"parts": 4}, {"stages": 4},
-        {**at_home, "stages": 1, "parts": 2},
+        {"parts": 2, "stages": 2}, {**at_home, "stages": 2}, {"parts": 4},
+        {"replicas": 2, "stages": 2}, {**at_home, "stages": 1, "parts": 2},
     ]  # fmt: skip
     checkpoints_fit("adamw", settings, tmp_path)
 
