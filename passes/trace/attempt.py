@@ -113,8 +113,8 @@ class Attempts:
         one_size = graph.sizes.is_one or len(graph.ops) > MANY_OPS
         found = []
         for mode in dict.fromkeys(training for training, _ in self._recordings):
-            sizes = [size for training, size in self._recordings if training == mode]
-            others = [] if one_size else [size for size in sizes if size != self._size]
+            sizes = [b for training, b in self._recordings if training == mode]
+            others = [b for b in sizes if b != self._size and graph.sizes.holds(b) and not one_size]
             found += [(mode, size) for size in (self._size, *others[:1])]
         return found
 
@@ -153,37 +153,37 @@ class Attempts:
         first = self._recording(training, self._size)
         few, twice = few_sizes(self._size), (self._size,) * 2  # a call must not change the next
         if not self._splits:
-            return self._fitted(training, first, twice)
+            return self._fitted(training, first, *twice)
         large = len(first.graph.ops) > MANY_OPS or (train is not None and train.sizes.is_one)
         attempts = [few] if self._size == 1 and large else [few, usual_sizes(self._size)]
         for sizes in attempts:
             try:
-                every, graph = sizes, self._fitted(training, first, sizes)
+                every, graph = sizes, self._fitted(training, first, *sizes)
                 # Any numbers at two sizes lie on a line: those at the lower end have to, too.
                 if len(sizes) == 2 and graph.sizes.smallest == min(sizes):
                     every = (*sizes, 3 - self._size % 2)  # both even and odd numbers
-                    graph = self._fitted(training, first, every)
+                    graph = self._fitted(training, first, *every, alike=2)
                 one = partial(self._recording, training, like=first)
                 return replace(graph, sizes=narrowed(one, every, graph.sizes))
             except TraceError as error:
                 failure = error
         if self.assumed.one_size:
             with suppress(TraceError):
-                graph = self._fitted(training, first, twice)
+                graph = self._fitted(training, first, *twice)
                 return replace(graph, sizes=alone(self._size, failure))
         raise failure
 
-    def _fitted(self, training: bool, first: Recording, sizes: tuple[int, ...]) -> OpGraph:
-        twice = sizes[0] == sizes[1]
-        second = (self._recorded if twice else self._recording)(training, sizes[1])
-        if any((training, size) not in self._recordings for size in sizes[2:]):
-            assemble([first, second], sizes[:2], training=training)  # before more is recorded
-        recordings = [first, second, *(self._recording(training, size) for size in sizes[2:])]
+    def _fitted(self, training: bool, first: Recording, *sizes: int, alike: int = 1) -> OpGraph:
+        """The graph of recordings at these sizes, of which so many are known to be `alike`."""
+        if sizes[0] == sizes[1]:
+            return assemble([first, self._recorded(training, sizes[1])], sizes, training=training)
+        record = partial(self._recording, training, like=first)
+        recordings = [first, record(sizes[1])]
+        if alike < 2 and any((training, size) not in self._recordings for size in sizes[2:]):
+            assemble(recordings, sizes[:2], training=training)  # before more is recorded
+        recordings += map(record, sizes[2:])
         graph = assemble(recordings, sizes, training=training)
-        if twice:
-            return graph
-        further = partial(self._recording, training, like=first)
-        return replace(graph, sizes=size_range(further, recordings, sizes))
+        return replace(graph, sizes=size_range(record, recordings, sizes))
 
 
 def recorded(
