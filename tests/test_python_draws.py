@@ -250,6 +250,21 @@ def test_a_graph_calls_no_function_but_those_that_draw(name: str) -> None:
         PythonDraw.apply(name, (), {})  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, partial(random.gauss, 0.0, 1.0), partial(random.getrandbits, 3), RAND],
+    ids=["random", "gauss", "bits", "rand"],
+)
+def test_every_draw_changes_the_marks(draw: Callable[[], Any]) -> None:
+    with preserved_rng():
+        marks = [python_draws.marks()]
+        for _ in range(3):  # the second of two normal numbers leaves the words as they are
+            draw()
+            assert python_draws.marks() == python_draws.marks() != marks[-1]
+            marks.append(python_draws.marks())
+        assert len(set(marks)) == len(marks)
+
+
 def test_functions_of_the_generators_are_back_in_their_places() -> None:
     before = dict(vars(np.random)), dict(vars(random))
     captured(make(lambda self, x: fresh_rows(self.lin(x))))

@@ -62,6 +62,7 @@ def as_tensor(drawn: Any) -> torch.Tensor | None:
 
 # Streams.
 
+_PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]
 _announced: int | None = None  # seed of the op that runs next, as far as it draws in Python
 #: by region of `preserved`: the states that it ends with; None: no op has seeded them yet
 _before: list[tuple[Any, Any] | None] = []
@@ -91,15 +92,14 @@ def states() -> tuple[Any, Any]:
     return random.getstate(), (key, position, found["has_gauss"], found["gauss"])
 
 
-def marks() -> tuple[Any, bytes]:
+def marks() -> tuple[Any, ...]:
     """Marks of both generators, which draws change, but for the second of two normal numbers of
-    numpy's.  To read numpy's memory (624 words and a position) takes a hundredth of its state's
-    time.
+    numpy's.  Their memory (624 words and a position) is read in a hundredth of their states' time.
     """
+    python = ctypes.string_at(id(_PYTHON), random.Random.__mro__[1].__basicsize__)
     bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(bits) is not np.random.MT19937:
-        return random.getstate(), b""
-    return random.getstate(), ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+    numpys = type(bits) is np.random.MT19937 and ctypes.string_at(bits.ctypes.state_address, 2500)
+    return python[object.__basicsize__ :], _PYTHON.gauss_next, numpys
 
 
 def restore(found: tuple[Any, Any]) -> None:
