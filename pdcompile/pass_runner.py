@@ -20,7 +20,7 @@ from pdcompile.errors import ConfigError, errors_as
 Form = TypeVar("Form")
 #: passes that run no real tensors, or few
 WITHOUT_TENSORS = frozenset(("graph", "parts", "problem", "plan", "proof", "forecast", "sources"))
-ALLOCATIONS = 50_000  # net of deallocations, between two collections of the youngest objects
+ALLOCATIONS = 500_000  # net of deallocations, between two collections of the youngest objects
 
 
 class Listener:

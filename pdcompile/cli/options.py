@@ -7,6 +7,7 @@ that stand for none of these alone.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from pdcompile.pass_runner import collecting_seldom
 from pdcompile.plan import Plan
 from pdcompile.problem.constraints import KINDS as CONSTRAINTS
 from pdcompile.problem.constraints import Constraint, parsed
-from pdcompile.workload import Workload
+from pdcompile.workload import Workload, load_target
 
 if TYPE_CHECKING:
     from pdcompile.compiled import Compiled
@@ -262,7 +263,6 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
         PdcompileError: whatever the target or a pass refuses.
     """
     from pdcompile.report.progress import working
-    from pdcompile.workload import load_target
 
     flags.check()
     more |= flags.given()
@@ -273,16 +273,16 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
         with working("loading", target):
             workload = load_target(target)
         options = flags.to_options(workload, progress=True, command_target=target, **more)
-        inputs, expected = workload.example()
+        example = workload.example()
 
         # The compiler is imported last: a mistake in the target is reported at once.
         from pdcompile import driver
         from pdcompile.batch import example_call
         from pdcompile.options.option_checks import check_options
 
+        gc.freeze()  # what was loaded stays: each full collection of it took half a second
     check_options(options)
-    flat = example_call(workload.model, inputs, expected)
-    return workload, driver.build(workload.model, flat, options)
+    return workload, driver.build(workload.model, example_call(workload.model, *example), options)
 
 
 def verb(group: typer.Typer = app) -> Callable[[Callable[..., Result | None]], object]:
