@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.errors import ConfigError, InputError, TraceError
+from pdcompile.passes.trace import attempt
+from pdcompile.passes.trace.refusals import Ended
 from tests.helpers.captures import captured, faithful, make, rows
 from tests.helpers.pipelines import states_equal
 
@@ -56,6 +58,29 @@ def test_it_is_the_model_at_this_size(forward: Forward) -> None:
     for graph in (found.train, found.eval):
         assert (graph.sizes.smallest, graph.sizes.largest) == (4, 4)
         assert not any(op.opaque for op in graph.ops)
+
+
+def _single_row_first(self: nn.Module, x: Tensor) -> Tensor:
+    x = x.flatten() if len(x) == 1 else x.relu()
+    return self.second(self.lin(x).sigmoid()).reshape(-1, 8)
+
+
+def test_a_recording_at_another_size_ends_where_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = list[int]()
+    plain = attempt.record
+
+    def record(*args: Any, **how: Any) -> Any:
+        try:
+            return plain(*args, **how)
+        except Ended as ended:
+            lengths.append(len(ended.args[0]))
+            raise
+
+    monkeypatch.setattr(attempt, "record", record)
+    with pytest.warns(UserWarning, match="other operators for other batch sizes: flatten .* relu"):
+        found = captured(make(_single_row_first, second=nn.Linear(8, 8)), rows(1))
+    assert found.train.sizes.is_one
+    assert lengths == [1] * 3  # at 60 and 2 in training, at 60 in evaluation
 
 
 def test_training_is_that_of_the_reference_and_short_minibatches_are_refused() -> None:
