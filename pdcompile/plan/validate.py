@@ -13,7 +13,6 @@ from pdcompile.plan.embedded import Finding, unusable_numbers
 from pdcompile.schedule.registry import (
     KINDS,
     allowed,
-    find,
     kind_of,
     one_age_streams,
     several_a_rank,
@@ -34,10 +33,18 @@ def validate(plan: Plan, where: str = "plan.json") -> None:
     Raises:
         PlanError: the first thing wrong, with its place and what to do.
     """
-    parts = (_stages, pipeline, _edges, _tied, _training, _cluster, _certificate)
+    parts = (_schedule, _stages, pipeline, _edges, _tied, _training, _cluster, _certificate)
     found = chain(unusable_numbers(plan, ""), *(part(plan) for part in parts))
     for path, message, remedy in found:
         raise PlanError(message, where=f"{where}: {path}", remedy=remedy)
+
+
+def _schedule(plan: Plan) -> Iterator[Finding]:
+    """Findings of a schedule that there is not: all that follows reads its row."""
+    try:
+        kind_of(plan.training.schedule, "training.schedule")
+    except ScheduleError as error:
+        yield error.where or "", error.message, error.remedy or "make the plan again"
 
 
 def _stages(plan: Plan) -> Iterator[Finding]:
@@ -83,8 +90,7 @@ def pipeline(plan: Plan) -> Iterator[Finding]:
         if edge.targets and min(edge.targets) <= edge.source:
             message = f"goes from stage {edge.source} to stage {min(edge.targets)}"
             yield path, message, "values only go to later stages"
-    kind = find(plan.training.schedule)
-    late = kind is not None and kind.stream and kind.drains
+    late = plan.training.kind.stream and plan.training.kind.drains
     for i, tied in enumerate(plan.tied):
         path = f"tied[{i}].stages"
         holders = [stage for stage in plan.stages if stage.index in tied.stages]
@@ -100,8 +106,7 @@ def pipeline(plan: Plan) -> Iterator[Finding]:
 
 def _ranks(plan: Plan) -> Iterator[Finding]:
     held: dict[int, list[int]] = {}
-    kind = find(plan.training.schedule)
-    most = None if kind is None else kind.stages_per_rank
+    most = plan.training.kind.stages_per_rank
     for s, stage in enumerate(plan.stages):
         path = f"stages[{s}].ranks"
         if not 1 <= stage.replicas <= MOST_REPLICAS:
@@ -130,7 +135,7 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
 
 def _turns(plan: Plan) -> Iterator[Finding]:
     """Findings of turns that replicas cannot take."""
-    kind = find(plan.training.schedule)
+    kind = plan.training.kind
     for s, stage in enumerate(plan.stages):
         path, strange = f"stages[{s}].turns", {*stage.turns} - {*range(stage.replicas)}
         if strange:
@@ -139,7 +144,7 @@ def _turns(plan: Plan) -> Iterator[Finding]:
         if stage.paces and (len(stage.paces) != stage.replicas or not 0 < min(stage.paces) <= 1):
             message = f"paces {list(stage.paces)} of {stage.replicas} replicas"
             yield f"stages[{s}].paces", message, "write a number above 0, up to 1, for each"
-        if stage.turns and kind is not None and kind.updates_each and not kind.alone:
+        if stage.turns and kind.updates_each and not kind.alone:
             message = f"turns under {kind.name!r}, where an update is of one microbatch of each"
             yield path, message, "leave turns out, or use another schedule"
         before = [t for t in plan.stages[:s] if {*t.ranks} & {*stage.ranks}]
@@ -155,8 +160,7 @@ def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Findin
     if len(set(counts)) > 1:
         message = f"rank {rank} holds stages {stages}, and stages have {counts} replicas"
         yield "stages", message, "as many replicas of every stage, or one rank for each stage"
-    kind = find(plan.training.schedule)
-    dispatched = kind is not None and kind.dispatched  # the ranks of stages begin elsewhere
+    dispatched = plan.training.kind.dispatched  # the ranks of stages begin elsewhere
     own = [tuple(sorted(one)) if dispatched else one for one in plan.ranks]
     for rank, stages in shared.items():
         unlike = [s for s in stages if own[s] != own[stages[0]]]
@@ -169,10 +173,8 @@ def _equal_replicas(plan: Plan, shared: dict[int, list[int]]) -> Iterator[Findin
 
 def _dispatch(plan: Plan) -> Iterator[Finding]:
     """Findings of microbatches that are not on the rank whose turn it is."""
-    kind, count = find(plan.training.schedule), len(plan.stages)
-    if kind is None or not kind.dispatched:
-        return
-    for s, stage in enumerate(plan.stages):
+    kind, count = plan.training.kind, len(plan.stages)
+    for s, stage in enumerate(plan.stages if kind.dispatched else ()):
         placement = kind.placement(count, max(plan.num_ranks // stage.replicas, 1))
         due = kind.ranks(placement, stage.replicas)[s]
         if stage.ranks != due or stage.turns:
@@ -182,8 +184,8 @@ def _dispatch(plan: Plan) -> Iterator[Finding]:
 
 def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
     """Findings of ranks that hold other stages than those that the schedule's order is for."""
-    kind, ranks, count = find(plan.training.schedule), len(held), len(plan.stages)
-    if kind is None or kind.placed is None or kind.written is not None:
+    kind, ranks, count = plan.training.kind, len(held), len(plan.stages)
+    if kind.placed is None or kind.written is not None:
         return
     places = ranks // plan.stages[0].replicas
     placed = kind.placed.places(count, places)
@@ -203,9 +205,7 @@ def _placement(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
 
 def _fitting(plan: Plan) -> Iterator[Finding]:
     """Findings of stages, microbatches, replicas or updates that the schedule does not have."""
-    kind, training = find(plan.training.schedule), plan.training
-    if kind is None:
-        return
+    kind, training = plan.training.kind, plan.training
     counts = [stage.replicas for stage in plan.stages]
     asked: dict[str, Sequence[Any]] = {
         "stages": [len(counts)],
@@ -278,11 +278,7 @@ def depths(plan: Plan) -> Iterator[Finding]:
 
 
 def _training(plan: Plan) -> Iterator[Finding]:
-    training, kind = plan.training, None
-    try:
-        kind = kind_of(training.schedule, "training.schedule")
-    except ScheduleError as error:
-        yield error.where or "", error.message, error.remedy or "make the plan again"
+    training = plan.training
     for name in ("num_microbatches", "batch_size"):
         if getattr(training, name) < 1:
             yield f"training.{name}", f"{name} is 0", "write 1 or more"
@@ -291,8 +287,7 @@ def _training(plan: Plan) -> Iterator[Finding]:
     warmup = training.warmup
     yield from depths(plan) if warmup else ()
     replicated = any(stage.replicas > 1 for stage in plan.stages)
-    counted = kind is not None and kind.written is not None
-    if not (replicated or counted) and any(a < b for a, b in pairwise(warmup)):
+    if not (replicated or training.kind.written) and any(a < b for a, b in pairwise(warmup)):
         remedy = "a stage needs at least the depth of the next one"
         yield "training.warmup", f"warm-up {list(warmup)} increases", remedy
 
@@ -326,8 +321,7 @@ def _cluster(plan: Plan) -> Iterator[Finding]:
     except ClusterError as error:
         yield "cluster", error.message, error.remedy or "paste the text of a cluster.toml"
         return
-    kind = find(plan.training.schedule)
-    for message, remedy in elsewhere(kind, cluster.hosts) if kind is not None else ():
+    for message, remedy in elsewhere(plan.training.kind, cluster.hosts):
         yield "cluster", message, remedy
     parts, joined = plan.training.parts, 1 if cluster.parts is None else cluster.parts.size
     if parts != joined or (plan.training.split == "") != (joined == 1):
