@@ -44,15 +44,18 @@ class Contents:
         self.manifest: Manifest = read_manifest(place)
         self.place = place
         self._files: dict[str, TensorFile] = {}
-        self._read: dict[str, dict[str, Tensor]] = {}  # of the optimizer, by file
+        self._read: dict[tuple[int, str], Tensor] = {}  # of the optimizer, by stage and name
         self._weights: dict[str, StoredTensor] = {}
         self._trained = {name: one for one in self.manifest.stages for name in one.trained}
         self._placed: dict[tuple[str, str], StoredFile] = {}  # by `Holding.place`
+        #: of replicas that are homes each has a file
+        self._of_optimizers: dict[tuple[int, str], StoredFile] = {}
         for stage in self.manifest.stages:
             self._weights |= {one.name: one for one in stage.weights.tensors}
             for file in stage.files:
                 self._placed |= {(str(file.ending), one.name): file for one in file.tensors}
-        self._names = {f.name: {one.name for one in f.tensors} for f in self.manifest.files()}
+                if str(file.ending).startswith(HoldingKind.OPTIMIZER.value[0]):
+                    self._of_optimizers |= {(stage.stage, one.name): file for one in file.tensors}
         self._first = {**{name: name for name in self._weights}, **dict(self.manifest.aliases)}
 
     @property
@@ -163,21 +166,12 @@ class Contents:
         return found
 
     def _of_optimizer(self, stage: StageState, name: str) -> Tensor:
-        ending, _ = HoldingKind.OPTIMIZER.value
-        stored = next(  # of replicas that are homes each has a file
-            (
-                file
-                for file in self.manifest.stages[stage.stage].files
-                if str(file.ending).startswith(ending) and name in self._names[file.name]
-            ),
-            None,
-        )
-        if stored is None:
+        place = stage.stage, name
+        if place not in self._of_optimizers:
             raise CheckpointError(f"{name} is in no file", where=str(self.place), remedy=ANOTHER)
-        read = self._read.setdefault(stored.name, {})
-        if name not in read:
-            read[name] = self._file(stored).tensor(name)
-        return read[name]
+        if place not in self._read:
+            self._read[place] = self._file(self._of_optimizers[place]).tensor(name)
+        return self._read[place]
 
     def schedulers(self) -> dict[str, dict[int, StoredScheduler]]:
         """Each scheduler that was handed over, by stage, as the rank of that had it."""
