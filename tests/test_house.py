@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_423),
     "verify": (("passes/verify",), 1_515),
-    "parts": (("passes/parts", "pdcompile/parts"), 3_966),
+    "parts": (("passes/parts", "pdcompile/parts"), 3_954),
     "runtime": (("runtime",), 9_744),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),

@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
 
 from pdcompile.errors import ConfigError
-from pdcompile.parts.shard import Split as Family
 from pdcompile.passes.coarsen.constraints import match
 from pdcompile.passes.parts.axes import WHOLE_STAGE, Axes
 from pdcompile.problem.constraints import Split
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Constraints that ask for an axis, with the names of their ops in stages that are divided."""
-
-    divided: tuple[tuple[Split, tuple[str, ...]], ...] = ()
-
-    @property
-    def families(self) -> dict[str, Family]:
-        """The families of their ops, by name."""
-        return {n: cast(Family, one.axis) for one, names in self.divided for n in names}
-
-    def fixed(self, products: Collection[str]) -> list[tuple[Split, tuple[str, ...]]]:
-        """The ops of each that may not stay whole: products or, without any, all that it has."""
-        return [(one, tuple(n for n in names if n in products) or names)
-                for one, names in self.divided]  # fmt: skip
+Asked = tuple[Split, tuple[str, ...]]  # one that asks for an axis, with the names of its ops
 
 
-def asked(axes: Axes, splits: Sequence[Split], *, evaluates: bool) -> Asked:
-    """The constraints with their ops; those that are to be whole lose their axes.
+def asked(axes: Axes, splits: Sequence[Split], *, evaluates: bool) -> list[Asked]:
+    """Those that ask for an axis, with their ops in stages that are divided; the ops of those that
+    ask for none lose theirs.
 
     Raises:
         ConfigError: what a constraint names runs in training on whole stages alone; or two are of
             one op.
     """
-    graph, each, owner = axes.graph, list[tuple[Split, tuple[str, ...]]](), dict[str, Split]()
+    graph, each, owner = axes.graph, list[Asked](), dict[str, Split]()
     for one in splits:
         names: tuple[str, ...] = ()
         with suppress(ConfigError):  # of evaluation, which may not have it
@@ -65,4 +49,4 @@ def asked(axes: Axes, splits: Sequence[Split], *, evaluates: bool) -> Asked:
                 axes.ops[name] = replace(axes.ops[name], loops={}, reason=reason)
         if one.axis != "whole":
             each.append((one, names))
-    return Asked(tuple(each))
+    return each

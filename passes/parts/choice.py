@@ -8,10 +8,11 @@ as its neighbours make it cheapest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import cast
 
 from pdcompile.ir.graph import Attr, walk
 from pdcompile.parts.shard import Split
@@ -23,7 +24,6 @@ from pdcompile.passes.parts.layout import SUM, WHOLE, Layout, wire
 from pdcompile.passes.parts.local import has_function
 
 UPDATED = 4.0  # of the bytes of a table: its weights, gradient and states, updated on every part
-NOTHING = Asked()
 UNDIVIDED = 0.01  # of the bytes of a result: what computing it on every part costs
 
 
@@ -35,17 +35,21 @@ class Choice:
         ways: what was chosen for each op.
         held: the layouts of tensors: that which all ops want; whole where they differ, in outputs,
             and where they are `shared`.
-        fixed: ops that a constraint does not let stay whole.
+        asked: constraints that ask for an axis, with their products or, without any, all ops.
+        fixed: their names, as these may not stay whole.
     """
 
     def __init__(
         self, axes: Axes, family: Split, parts: int, shown: frozenset[str],
-        shared: Collection[str] = (), wishes: Asked = NOTHING,
+        shared: Collection[str] = (), wishes: Sequence[Asked] = (),
     ) -> None:  # fmt: skip
         self.axes, self.graph, self.parts = axes, axes.graph, parts
-        self.kinds = Kinds.of(axes, family, wishes.families)
+        families = {name: cast(Split, one.axis) for one, names in wishes for name in names}
+        self.kinds = Kinds.of(axes, family, families)
         self.flops = {n: f for n, f in axes.products.items() if axes.ops[n].reason != WHOLE_STAGE}
-        self.fixed = {name for _, names in wishes.fixed(self.flops) for name in names}
+        self.asked = [(one, tuple(n for n in names if n in self.flops) or names)
+                      for one, names in wishes]  # fmt: skip
+        self.fixed = {name for _, names in self.asked for name in names}
         self.ways: dict[str, Way] = {}
         self._maker: dict[str, str] = {}  # of each item that is taken out of a container
         self._readers: dict[str, list[tuple[str, int]]] = {}

@@ -145,7 +145,7 @@ def lay_out(
         tuple(_notes(choice)),
         any(way.axis and way.axis.extent.power for way in ops.values()),
     )  # fmt: skip
-    _refuse_unmet(choice, wishes)
+    _refuse_unmet(choice)
     _refuse(choice, found)
     return found
 
@@ -174,7 +174,7 @@ def _whole_vocabularies(choice: Choice) -> Iterator[Stays]:
 
 def _chosen(
     axes: Axes, family: Split, parts: int, shown: frozenset[str], shared: Collection[str],
-    wishes: Asked,
+    wishes: Sequence[Asked],
 ) -> Choice:  # fmt: skip
     """The ways of all ops; a module that only runs as it is built stays whole, if it would have to
     be called on other tensors than its own."""
@@ -235,9 +235,9 @@ def _refuse(choice: Choice, found: Layouts) -> None:
     raise ConfigError(said, where=stays[0].source, remedy=remedy)
 
 
-def _refuse_unmet(choice: Choice, wishes: Asked) -> None:
+def _refuse_unmet(choice: Choice) -> None:
     """Refuses a constraint one of whose ops stays whole, or that finds no experts."""
-    for one, names in wishes.fixed(choice.flops):
+    for one, names in choice.asked:
         ops, text = [choice.axes.ops[name] for name in names], str(one)
         whole = [op for op in ops if choice.ways[op.op.name].axis is None]
         experts = any(choice.ways[name].axis in choice.kinds.experts for name in names)
