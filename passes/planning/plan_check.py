@@ -122,7 +122,7 @@ def _cut(
     """Differences from the plan that the compiler makes of this cut."""
     made = plan_of_cut(graph, stage_of, plan.ranks, plan.training, cluster, rehearsed=False)
     derived, prints = [*DERIVED], made.fingerprint.split(".")
-    if not _costed(graph):
+    if all(op.cost is None for op in graph.ops):
         derived, prints[1:2] = derived[:-2], plan.fingerprint.split(".")[1:2]
     stages = tuple(
         replace(given, **{name: getattr(own, name) for name in derived})
@@ -155,10 +155,6 @@ def _differences(given: Any, made: Any, path: str) -> Iterator[Finding]:
             was, due = (list(one) if isinstance(one, tuple) else one for one in (said, found))
             message = f"{name} is {was!r}, and the graph makes it {due!r}"
             yield place, message, f"write {due!r}, or {AGAIN}"
-
-
-def _costed(graph: OpGraph) -> bool:
-    return any(op.cost is not None for op in graph.ops)
 
 
 def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding]:
