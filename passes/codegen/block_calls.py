@@ -80,17 +80,16 @@ class CallTrees:
         start = 0
         for block, run in groupby(ops, key=lambda op: self.next_block(scope_of(op), path)):
             members = list(run)
-            for part in _calls(members, block) if block is not None else ():
+            for part in [members] if block is None else _calls(members, block):
                 start += len(part)
+                if block is None:
+                    items.extend(part)
+                    continue
                 needed = {
                     op.name for op in part
                     if op.name in wanted or last_use.get(op.name, -1) >= start
                 }  # fmt: skip
-                assert block is not None
                 items.append(self.call(block, part, needed))
-            if block is None:
-                start += len(members)
-                items.extend(members)
         made = {op.name for op in ops}
         return BlockCall(
             path=path,

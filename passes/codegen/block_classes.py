@@ -161,9 +161,7 @@ class Classes:
             if any(below(path_, path) and path_ != path for path_ in flat):
                 continue  # its structure changes in the next round
             node = self.layout.root.find(path)
-            if node is None:
-                flat.add(path)
-                continue
+            assert node is not None  # the tree has the scopes of all ops
             reader = Facts()
             keys: list[Hashable] = [self._read_node(node, path, reader)]
             for calls, (_, graph) in zip(found[path], modes, strict=True):
