@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
         9_155,
     ),
-    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_682),
+    "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_680),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_687,

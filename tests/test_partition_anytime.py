@@ -68,14 +68,15 @@ def test_control_c_is_handled_after_integer_and_linear_programs() -> None:
     """A process of its own runs it, which would end without a word."""
     program = """
 import signal
+import numpy as np
 from ortools.sat.python import cp_model
-from pdcompile.passes.partition.any_cut import Row, any_cut
 from pdcompile.passes.partition.budget import Budget, minimize
+from pdcompile.passes.partition.space.in_turn import any_cut
 
-row = Row("1f1b", 2, (1, 0), (1.0, 1.0), ((0.0, 0.0),))
+chain, speeds = (np.array([2.0, 1.0]), np.array([2.0, 1.0])), np.ones(2)
 for solve in (
     lambda budget: minimize(cp_model.CpModel(), budget, lambda _: False),
-    lambda budget: any_cut(row, 1.0, 2.0, lambda: budget.late),
+    lambda budget: any_cut(lambda *_: chain, speeds, 1.0, 2.0, lambda: budget.late),
 ):
     with Budget(9.0) as budget:
         solve(budget)

@@ -9,7 +9,7 @@ from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.passes.partition.space.straight import cut_of, straight_bound
+from pdcompile.passes.partition.space.straight import straight_bound
 from pdcompile.problem import (
     Item,
     PartitionProblem,
@@ -77,8 +77,7 @@ def test_bounds_stay_below_the_optimum(block: int) -> None:
         found = solve(segments, bounding_cost(segments))
         assert found is not None
         assert found[0] <= best * (1 + 1e-9), f"seed {seed}"
-        cut = cut_of(segments.model, lambda: False)
-        bound = straight_bound(segments.model, 0.0, best * 1.5 + 1e-9, lambda: False, cut)
+        bound = straight_bound(segments.model, 0.0, best * 1.5 + 1e-9, lambda: False)
         assert bound <= best * (1 + 1e-9), f"seed {seed}"
         met += max(bound, found[0]) >= best * (1 - 1e-4)
     assert met > 5

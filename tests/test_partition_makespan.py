@@ -1,6 +1,7 @@
 """The fast makespan: pictures, the simulator, critical paths, and bounds below them."""
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,13 +13,14 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.chains import solve
+from pdcompile.passes.partition.known_paths import KnownPaths, along
 from pdcompile.passes.partition.model import all_ideals, build
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.schedules import warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
-from pdcompile.plan.evaluate import Evaluation, path_of
+from pdcompile.plan.evaluate import Deployment, Evaluation
 from pdcompile.plan.makespan import Path, order_of, warmup_of
 from pdcompile.plan.times import SECONDS, PipelineTimes
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
@@ -305,6 +307,33 @@ def test_flush_partitions_of_random_problems_are_never_below_their_paths(fast: b
             found, _ = partition(problem, time_limit=0)
         except InfeasibleError:
             continue
-        timing = Evaluation(problem, found.stage_of).times
-        path = path_of(problem, found.stage_of)
-        assert sum_of(path, timing) <= found.objective * (1 + 1e-9) + 1e-12
+        plan = Evaluation(problem, found.stage_of)
+        path = plan.times.critical_path(plan.warmup, plan.m)
+        assert sum_of(path, plan.times) <= found.objective * (1 + 1e-9) + 1e-12
+
+
+def test_known_paths_tell_only_what_the_clock_says() -> None:
+    """Assignments in any order: those below a limit take the clock's seconds, others that limit."""
+    told = below = 0
+    for seed in range(80):
+        problem, r = random_problem(seed, 12), random.Random(seed)
+        problem = replace(problem, schedule=r.choice(("1f1b", "gpipe", "zb-h1")))
+        on, known = Deployment.straight(problem), KnownPaths()
+        stages = range(len(problem.stages))
+        on = replace(on, recompute=[r.random() < 0.5 for _ in stages], flush=True)
+        limit = math.inf
+        for _ in range(30):
+            plan = Evaluation(problem, sorted(r.choices(stages, k=len(problem.items))), on)
+            clock, walks = Evaluation(problem, plan.stage_of, on).seconds, len(known.of(on))
+            found = known.seconds(plan, limit)
+            every = known.of(on) if plan.chained else ()
+            longest = max((along(path, plan.times) for path in every), default=0.0)
+            assert longest <= clock * (1 + 1e-9), seed
+            told += len(known.of(on)) == walks and found >= limit
+            if clock < limit * (1 - 1e-9):
+                assert found == clock, seed
+                limit, below = clock * r.choice((1, 1.2)), below + 1
+            else:
+                assert found >= limit * (1 - 1e-9), seed
+    assert told > 700
+    assert below > 150

@@ -10,7 +10,7 @@ import pytest
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.model import build
 from pdcompile.passes.partition.space.path_bound import MOST, Path, heaviest_path
-from pdcompile.passes.partition.space.straight import cut_of, straight_bound
+from pdcompile.passes.partition.space.straight import straight_bound
 from pdcompile.problem import (
     Item,
     PartitionProblem,
@@ -131,8 +131,7 @@ def blocks(seed: int) -> PartitionProblem:
 def close(problem: PartitionProblem, best: float) -> float:
     """The bound over the optimum, which it may not exceed."""
     model = build(problem)
-    cut = cut_of(model, lambda: False)
-    found = straight_bound(model, 0.0, best * (1 + 1e-6), lambda: False, cut)
+    found = straight_bound(model, 0.0, best * (1 + 1e-6), lambda: False)
     assert found <= best * (1 + 1e-9) + 1e-12
     return found / best if best else 1.0
 
@@ -228,5 +227,4 @@ def test_long_chains_are_bounded_along_themselves() -> None:
     problem = gpt_problem(48, 8)
     model = build(problem)
     upper = partition(problem, time_limit=10)[0].objective
-    cut = cut_of(model, lambda: False)
-    assert straight_bound(model, 0.0, upper, lambda: False, cut) > 0.98 * upper
+    assert straight_bound(model, 0.0, upper, lambda: False) > 0.98 * upper

@@ -17,7 +17,7 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.space.candidates import scheduled
-from pdcompile.passes.partition.space.straight import cut_of, straight_bound
+from pdcompile.passes.partition.space.straight import straight_bound
 from pdcompile.passes.schedules import make_stream, warmup
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import MemoryLedger, Plan
@@ -180,8 +180,7 @@ def test_bounds_stay_below_the_optimum_and_the_search_finds_it() -> None:
         value = solve(segments, bounding_cost(segments))
         assert value is not None
         assert value[0] <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
-        cut = cut_of(segments.model, lambda: False)
-        along = straight_bound(segments.model, 0.0, best * 1.5, lambda: False, cut)
+        along = straight_bound(segments.model, 0.0, best * 1.5, lambda: False)
         assert along <= best * (1 + 1e-9) + 1e-12, f"seed {seed}"
         found, certificate = partition(problem)
         assert found.objective == pytest.approx(best, rel=1e-6, abs=1e-12), f"seed {seed}"

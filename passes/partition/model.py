@@ -279,11 +279,15 @@ def next_to(
     arcs: Sequence[tuple[int, int]], groups: tuple[int, ...], num_stages: int
 ) -> Iterator[tuple[int, ...]]:
     """Assignments after one such move each."""
-    for moved, to in moves(arcs, groups, num_stages):
-        other = list(groups)
-        for v in moved:
-            other[v] = to
-        yield tuple(other)
+    return (after(groups, *move) for move in moves(arcs, groups, num_stages))
+
+
+def after(groups: Sequence[int], moved: Iterable[int], to: int) -> tuple[int, ...]:
+    """The stages of groups after such a move."""
+    other = list(groups)
+    for v in moved:
+        other[v] = to
+    return tuple(other)
 
 
 def contracted(model: Model, limit: int, coarse: int) -> Model:

@@ -37,9 +37,9 @@ WIDER, MOST = 1.3, 1e4  # seconds grow by that factor until there is a chain; to
 class Turn:
     """Seconds of a stage J∖I in a chain, as [I, J].
 
-    `step`: of the objective, at least; `busy`: of a microbatch; `messages`: of those to later
-    stages and back, also by J alone.  `fewer`: microbatches in flight here and not in the next
-    stage; `waits`: False where all of them are in flight at once; `due`: its part of λ.
+    `step`: of the objective, at least; `busy`: of a microbatch; `messages`: of those over the cut
+    behind it and back, by J alone.  `fewer`: microbatches in flight here and not in the next stage;
+    `waits`: False where all of them are in flight at once; `due`: its part of λ.
     """
 
     step: Matrix
@@ -53,21 +53,20 @@ class Turn:
 @dataclass(frozen=True)
 class Trips:
     """Turns of one schedule's stages; `m`: microbatches of a minibatch, `speed`: of the fastest
-    device, `far`: whether messages that pass a stage by count there too."""
+    device."""
 
     segments: Segments
     kind: ScheduleKind
     flush: bool
     m: int
     speed: float
-    far: bool = True
 
     def turn(self, on: Coefficients, warmup: int, fewer: int) -> Turn:
         """That of a stage with these coefficients, and so many forwards before its first backward
         beyond one."""
         segments, r = self.segments, on.option.replicas
         busy, load = segments.compute(on), segments.load(on)
-        forth, back = segments.crossing(on.out) if self.far else segments.leaving(on.out)
+        forth, back = segments.crossing(on.out)
         if not self.flush:
             return Turn(load, busy / r, (forth + back) / r, fewer)
         # Of what is in flight at the beginning and at the end only the longer half counts.
@@ -148,7 +147,6 @@ def likely_groups(
     on: Deployment,
     shares: Sequence[float] = (),
     *,
-    far: bool = True,
     budget: Budget | None = None,
     loads: Sequence[Matrix] = (),
 ) -> tuple[int, ...] | None:
@@ -159,7 +157,6 @@ def likely_groups(
 
     Args:
         shares: of all work, of each stage; empty: as a minibatch's begin and end suggest.
-        far: see `Trips`.
         loads: of each stage, infinite for what it may not be; empty: by memory.
 
     Raises:
@@ -168,7 +165,7 @@ def likely_groups(
     count, m = len(on.ranks), on.num_microbatches
     every, in_turn = Coefficients.of(on), len({*on.ranks}) < count
     depths = warmup_of(() if in_turn else on.in_flight, count, m)
-    trips = Trips(segments, kind_of(on.schedule), on.flush, m, max(on.speeds), far)
+    trips = Trips(segments, kind_of(on.schedule), on.flush, m, max(on.speeds))
 
     def turn_of(key: Key, _: StageDeployment) -> Turn:
         s = count - key[1]

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from pdcompile.errors import InfeasibleError
-from pdcompile.passes.partition.any_cut import AnyCut
 from pdcompile.passes.partition.bounds import bounding_cost, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
-from pdcompile.passes.partition.known_paths import KnownPaths
+from pdcompile.passes.partition.known_paths import KnownPaths, Neighbourhood
 from pdcompile.passes.partition.model import (
     Model,
+    after,
     all_ideals,
-    between,
     build,
     contracted,
-    nearest,
-    next_to,
+    moves,
     positions,
 )
 from pdcompile.passes.partition.round_trips import likely_groups
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.passes.partition.space.straight import cut_of, straight_bound
-from pdcompile.plan.evaluate import Deployment, Evaluation, path_of
+from pdcompile.passes.partition.space.straight import straight_bound
+from pdcompile.plan.evaluate import Deployment, Evaluation
+from pdcompile.plan.makespan import Path
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
 
+Groups = tuple[int, ...]  # the stage of each
 Progress = Callable[[str], None]
+ALONG = "dynamic program over ranks, along a path"
 NEWS = 1e-3  # relative, of a plan or bound that is better
 EQUAL = 2e-7  # a relative gap up to this ends the search: CP-SAT works with rounded numbers
 
@@ -46,31 +48,37 @@ class Search:
     seed: int = 0
     progress: Progress = lambda _: None
     best: Partition | None = None
-    groups: tuple[int, ...] = ()  # of the best
+    groups: Groups = ()  # of the best
     bound: float = 0.0
     prover: str = "relaxation"
     impossible: bool = False  # proved
-    seen: set[tuple[int, ...]] = field(default_factory=set)  # assignments
+    starts: dict[Groups, float] = field(default_factory=dict)  # groups, and seconds
     known: KnownPaths = field(default_factory=KnownPaths)
-    cut: AnyCut | None = None
-    #: shares of stages and `far` with which the likely chain was the best so far, see `Trips`
-    ways: list[tuple[Sequence[float], bool]] = field(default_factory=list)
+    on: Deployment = field(init=False)
+    paths: list[Path] = field(init=False)  # of `known`
     _line: str = ""
     _known: tuple[float, float] | None = None  # objective and bound at the last news
 
-    def offer(self, groups: tuple[int, ...], model: Model | None = None) -> bool:
-        """Evaluate an assignment of groups; True when it is the best so far."""
-        stage_of = (model or self.model).items_of(groups)
-        if stage_of in self.seen:
-            return False
-        self.seen.add(stage_of)
-        plan = Evaluation(self.problem, stage_of)
-        if any(plan.violations()) or self.known.seconds(plan, self.upper) >= self.upper:
-            return False
-        self.best = plan.partition()
-        self.groups = tuple(stage_of[group[0]] for group in self.model.members)
-        self._tell()
-        return True
+    def __post_init__(self) -> None:
+        self.on = Deployment.straight(self.problem)
+        self.paths = self.known.of(self.on)
+
+    def offer(
+        self, groups: Groups, model: Model | None = None, *, below: float | None = None
+    ) -> Partition | None:
+        """Evaluate an assignment of groups: None if it breaks a rule or is no better than the best,
+        or than so many seconds; where any will do, moves of groups may begin with it."""
+        below = self.upper if below is None else below
+        plan = Evaluation(self.problem, (model or self.model).items_of(groups))
+        if any(plan.violations()) or self.known.seconds(plan, below) >= below:
+            return None
+        found, own = plan.partition(), tuple(plan.stage_of[one[0]] for one in self.model.members)
+        if below == math.inf:
+            self.starts[own] = found.objective
+        if found.objective < self.upper:
+            self.best, self.groups = found, own
+            self._tell()
+        return found
 
     def prove(self, bound: float, prover: str) -> None:
         """No assignment is better than `bound` seconds."""
@@ -111,8 +119,10 @@ class Search:
 MAX_IDEALS = 1_500  # pairs of ideals are matrices: 1,500² of 8 bytes are 18 MB
 MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 200  # groups of the model that gives the first plan
-MOVING = 0.5  # of the time
-CHAINS = 0.1  # of the time, for the linear program over critical paths
+MOVING = 0.5  # of the time that is left
+LIKELY = 1.1  # starts that take so many times as long as the fastest, at most
+KICKS = 30  # without gain, after which local search ends
+NEAR, MADE = 2, (2, 6)  # boundaries around one whose groups a kick moves, and how many moves it is
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 
 
@@ -129,12 +139,10 @@ def solve(
     model = build(problem)
     search = Search(problem, model, budget, seed, progress)
     search.prove(simple_bound(model), "relaxation")
-    allowed = Budget(CHAINS * budget.left, within=budget)
-    search.cut = cut_of(model, lambda: allowed.late)
     cut_by_program(search)
     if search.best is None:
         find_any(search)
-    for step in (_bound, move_groups, prove):
+    for step in (_bound, improve, prove):
         if search.best is not None and not search.proved and not search.budget.late:
             step(search)
         if step is _bound:  # patience begins where plan and bound are those of a whole search
@@ -168,7 +176,7 @@ def any_assignment_of(
 def cut_by_program(search: Search) -> None:
     """Dynamic program: exact over all ideals when they are few, else a start.
 
-    Large problems get a plan from a coarse model first, and one from all places near its cuts.
+    Large problems get a plan from a coarse model first.
     """
     model, budget = search.model, search.budget
     if model.num_groups > FIRST:
@@ -179,10 +187,6 @@ def cut_by_program(search: Search) -> None:
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, lambda: budget.late)
     if ideals is None and model.num_groups > FIRST and search.best is not None:
-        every, cut = range(1, len(search.best.stage_of)), search.best.stage_of
-        with suppress(InfeasibleError, OutOfTimeError):
-            near = between(search.problem, nearest(every, cut, FIRST))
-            run_program(search, Segments(near, positions(near)), budget)
         return
     segments = Segments(small, ideals or positions(small), complete=ideals is not None)
     with suppress(OutOfTimeError):
@@ -191,7 +195,7 @@ def cut_by_program(search: Search) -> None:
 
 def run_program(search: Search, segments: Segments, budget: Budget | None) -> None:
     """Offer the plans of dynamic programs; the value of the first is a bound when the ideals are
-    complete, those that are likely the fastest come after it: in `search.ways` once one was best.
+    complete, those that are likely the fastest come after it.
 
     Raises:
         OutOfTimeError: `budget` ended first.
@@ -203,19 +207,15 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
         search.impossible |= complete  # the matrices never overstate what a stage needs
         return
     value, groups = found
-    search.offer(groups, segments.model)
+    search.offer(groups, segments.model, below=math.inf)
     if complete:
         # Differences of sums lose digits relative to the total, not to the difference.
         total = sum(model.forward) + sum(model.backward)
         search.prove(value - 1e-13 * total, "dynamic program over all ideals")
-    on = Deployment.straight(search.problem)
-    shares = () if search.cut is None else tuple(search.cut.shares.tolist())
-    for way in dict.fromkeys(search.ways or [((), True), (shares, True), (shares, False)]):
-        if search.budget.late and len(segments.ideals) > FIRST:
-            return
-        likely = likely_groups(segments, on, way[0], far=way[1], budget=budget)
-        if likely and search.offer(likely, segments.model):
-            search.ways = [way]
+    if search.budget.late and len(segments.ideals) > FIRST:
+        return
+    if likely := likely_groups(segments, search.on, budget=budget):
+        search.offer(likely, segments.model, below=math.inf)
 
 
 def find_any(search: Search) -> None:
@@ -225,30 +225,63 @@ def find_any(search: Search) -> None:
         return
     with suppress(OutOfTimeError):
         groups = any_assignment(model, search.budget, search.seed)
-        if groups is None:
-            search.impossible = True
-        else:
-            search.offer(groups)
+        search.impossible = groups is None
+        if groups is not None:
+            search.offer(groups, below=math.inf)
 
 
 def _bound(search: Search) -> None:
-    """Bounds the objective along the heaviest path, and for any cut."""
-    late, upper = (lambda: search.budget.late), search.upper
-    bound = straight_bound(search.model, search.bound, upper, late, search.cut)
-    search.prove(min(bound, upper), "linear program over critical paths")
+    """Bounds the objective along the heaviest path."""
+    found = straight_bound(search.model, search.bound, search.upper, lambda: search.budget.late)
+    search.prove(min(found, search.upper), ALONG)
 
 
-def move_groups(search: Search) -> None:
-    """Moves groups of the best plan over a boundary, one or several, as long as that helps."""
-    late = search.budget.spent + MOVING * search.budget.left
-    best: tuple[int, ...] = ()
-    while best != search.groups and not search.proved:
-        best = search.groups
-        for moved in next_to(search.model.arcs, best, search.model.num_stages):
-            if search.budget.late or search.budget.spent > late:
+def improve(search: Search) -> None:
+    """Local search: moves groups of each start over a boundary, one or several, as long as that
+    helps.  Then a few of the best are moved at random, beside each other, and it goes on from there
+    (iterated local search: Lourenço, Martin and Stützle, 2003); half of the patience is left."""
+    until = search.budget.spent + MOVING * search.budget.left
+    draws, least = random.Random(search.seed), min(search.starts.values())
+    for seconds, start in sorted((seconds, start) for start, seconds in search.starts.items()):
+        if seconds <= LIKELY * least:
+            _climb(search, start, seconds, until)
+    kicks, patience = 0, search.budget.patience / 2
+    while kicks < KICKS and search.budget.waits >= patience and not _ends(search, until):
+        kicked, upper = _kicked(search, draws), search.upper
+        if found := search.offer(kicked, below=math.inf):
+            _climb(search, kicked, found.objective, until)
+        kicks = 0 if search.upper < upper else kicks + 1
+
+
+def _ends(search: Search, until: float) -> bool:
+    return search.proved or search.budget.late or search.budget.spent > until
+
+
+def _climb(search: Search, stages: Groups, seconds: float, until: float) -> None:
+    """Moves that shorten the known paths most come first."""
+    arcs, count, better = search.model.arcs, search.model.num_stages, True
+    while better:
+        near, better = Neighbourhood(search.model, search.on, stages, search.paths), False
+        every = [*moves(arcs, stages, count)]
+        for least, n in sorted((near.least(*move), n) for n, move in enumerate(every)):
+            if _ends(search, until):
                 return
-            if search.offer(moved):
+            if least >= seconds or near.least(*every[n]) >= seconds:
+                continue
+            if found := search.offer(moved := after(stages, *every[n]), below=seconds):
+                stages, seconds, better = moved, found.objective, True
                 break
+            near.know(search.paths)
+
+
+def _kicked(search: Search, draws: random.Random) -> Groups:
+    stages, count = search.groups, search.model.num_stages
+    at = draws.randrange(max(count - 1, 1))
+    for _ in range(draws.randint(*MADE)):
+        every = moves(search.model.arcs, stages, count)
+        near = [(own, to) for own, to in every if abs(min(to, stages[own[0]]) - at) <= NEAR]
+        stages = after(stages, *draws.choice(near)) if near else stages
+    return stages
 
 
 def prove(search: Search) -> None:
@@ -256,8 +289,8 @@ def prove(search: Search) -> None:
     if _too_large(search.model) or search.upper <= 0:
         return
     program = IntegerProgram(search.model, search.upper)
-    if search.problem.objective == "flush":
-        program.add_path(path_of(search.problem, search.model.items_of(search.groups)))
+    for path in search.paths:
+        program.add_path(path)
     while not search.proved and not search.budget.late:
         limit = search.upper * (1 - 1e-7)  # nothing is said of what lies between this and upper
         program.below(limit)
@@ -277,11 +310,7 @@ def prove(search: Search) -> None:
             continue
         # Where no path bounds what an assignment costs (long hops, half duplex), forbid it: it has
         # been evaluated.
-        added = 0
-        if search.problem.objective == "flush":
-            stages = map(search.model.items_of, visited)
-            added = sum(program.add_path(path_of(search.problem, one)) for one in stages)
-        if not added:
+        if not sum(map(program.add_path, search.paths)):
             program.forbid(groups)
 
 

@@ -199,10 +199,6 @@ class Segments:
         result &= ~late[None, :] & early[:, None]
         return result
 
-    def leaving(self, link: Link) -> tuple[Matrix, Matrix]:
-        """Seconds of the messages from a stage to later ones, forward and backward."""
-        return self._at(link)[:2]  # type: ignore[return-value]
-
     def crossing(self, link: Link) -> tuple[Matrix, Matrix]:
         """Seconds of the messages over a cut at each ideal, forward and backward."""
         out_forward, out_backward, *_ = self._at(link)

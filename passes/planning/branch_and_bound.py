@@ -28,7 +28,7 @@ from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.answer import DEFAULT_SECONDS, PATIENCE, claimed
 from pdcompile.passes.partition.budget import Budget
-from pdcompile.passes.partition.search import EQUAL
+from pdcompile.passes.partition.search import ALONG, EQUAL
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
 from pdcompile.passes.partition.space.no_plan import (
     RECOMPUTATION,
@@ -67,7 +67,6 @@ WORTH = 0.03  # of a step: then one is made even if time is over
 BRIEF = 1.0  # seconds of a search for what would help
 PREFERRING, LONGEST = 0.15, 4.0  # of the time, at most so many seconds, for `border_cuts`
 PROVER = "branch and bound, dynamic program over ideals x replicas"
-ALONG = "dynamic program over ranks, along a path"
 RELAXATION = "linear program over critical paths"
 LEAVES = "some of the longest path on each stage, where ranks hold several"
 RULES = f"each stage on ranks in a row; {SCOPE}"

@@ -18,10 +18,11 @@ from functools import cache, cached_property
 from itertools import pairwise
 
 from pdcompile.cluster import Link, slowest
-from pdcompile.plan.makespan import Path, warmup_of
+from pdcompile.plan.makespan import warmup_of
 from pdcompile.plan.times import Message, PipelineTimes, messages_of
 from pdcompile.problem import Holding, Partition, PartitionProblem
 from pdcompile.schedule.fetches import fetches_of
+from pdcompile.schedule.registry import kind_of
 from pdcompile.schedule.turns import Pattern
 
 
@@ -113,8 +114,10 @@ class Evaluation:
 
     @property
     def chained(self) -> bool:
-        """True if one chain of forwards, backwards and transfers tells how long a step takes."""
-        return self.deployment.flush and self.times.straight
+        """True if a chain of forwards, backwards (or equal halves) and transfers tells its time."""
+        on = self.deployment
+        halves = kind_of(on.schedule).splits_backward
+        return on.flush and self.times.straight and not (halves and any(on.recompute))
 
     @property
     def warmup(self) -> tuple[int, ...]:
@@ -274,9 +277,3 @@ def measure(problem: PartitionProblem, stage_of: Sequence[int]) -> Partition:
 def violations(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
     """Constraints that the assignment breaks, in words; empty when it is feasible."""
     return list(Evaluation(problem, stage_of).violations())
-
-
-def path_of(problem: PartitionProblem, stage_of: Sequence[int]) -> Path:
-    """The critical path of the assignment's flush schedule."""
-    found = Evaluation(problem, stage_of)
-    return found.times.critical_path(found.warmup, found.m)

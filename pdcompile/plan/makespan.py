@@ -282,10 +282,8 @@ class EventWalk:
             moves = action is not Action.BACKWARD_WEIGHT
             k = own.microbatches[j if kind else own.turns[j]]
             for lane in own.into[kind] if moves else ():
-                wire, last = (
-                    lane.wires[k % len(lane.wires)],
-                    (lane.places[k] + 1) * lane.messages - 1,
-                )
+                last = (lane.places[k] + 1) * lane.messages - 1
+                wire = lane.wires[k % len(lane.wires)]
                 while len(wire.arrived) <= last:
                     yield wire
                 now, because = self.later(now, because, wire, last)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
-from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcompile.cluster import GLOO, Cluster, Level, Link, message_seconds, ring_seconds, slowest
@@ -239,16 +238,6 @@ class PipelineTimes:
         walk = self._walk(warmup, num_microbatches, fixed=True)
         return walk.path(*walk.last(self.hops["final"]))
 
-    def along(self, path: Path) -> float:
-        """Seconds of a chain of work; 0 where one of its hops is missing."""
-        hops = [(count, self.hops[kind].get(hop)) for hop, kind, count in path.hops]
-        found = sum(map(mul, path.forward, self.forward), 0.0)
-        for count, seconds in (*zip(path.backward, self.backward, strict=True), *hops):
-            if seconds is None:
-                return 0.0
-            found += count * seconds
-        return found
-
     def _walk(
         self, warmup: Sequence[int], num_microbatches: int, *, fixed: bool = False
     ) -> EventWalk:
@@ -261,10 +250,8 @@ class PipelineTimes:
         )  # fmt: skip
         walk.fetches = self.fetches
         for kind in DIRECTIONS[:2]:
-            sent, of_hop = (
-                self._sent(kind),
-                defaultdict[StagePair, list[Mapping[StagePair, float]]](list),
-            )
+            sent = self._sent(kind)
+            of_hop = defaultdict[StagePair, list[Mapping[StagePair, float]]](list)
             for hop, seconds in sent:
                 of_hop[hop].append(seconds)
             for hop, listed in of_hop.items():

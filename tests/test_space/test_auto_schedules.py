@@ -266,7 +266,7 @@ def test_the_order_of_tasks_says_how_long_a_chain_takes() -> None:
             first = itertools.islice(found.candidates(lambda: float("inf")), 3)
             seconds = min(evaluation(problem, cluster, one).seconds for _, one in first if one)
             assert 0.85 * seconds <= found.bound() <= seconds * (1 + 1e-9), (name, m)
-            assert found.bound() > prepared.work * m / 4  # on all devices
+            assert found.bound() > 64 * m / 4  # on all devices
 
 
 def test_cuts_with_equal_loads_end_with_the_time() -> None:

@@ -16,15 +16,13 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcompile.passes.partition.segments import ALL, Coefficients, Matrix, Segments
+from pdcompile.passes.partition.segments import Coefficients, Matrix, Segments
 from pdcompile.passes.partition.space.candidates import holding
-from pdcompile.passes.partition.space.path_bound import heaviest_path
 from pdcompile.passes.partition.space.seats import Seats
 from pdcompile.problem.deployment import StageDeployment
 from pdcompile.problem.space import Setting
 from pdcompile.schedule.registry import kind_of
 
-MAX_KEPT = 20_000_000  # cells of costs
 Bool = NDArray[np.bool_]
 
 
@@ -81,30 +79,21 @@ class Matrices:
     last: int | None = None
     stages: int | None = None
     bounding: bool = True  # else depths are the likely ones, and stages recompute if they have to
-    keep: bool = False  # tables of all ideals
     _on: dict[tuple[int, StageDeployment], Coefficients] = field(default_factory=dict)
-    _kept: dict[tuple[int, StageDeployment], tuple[Matrix, Matrix]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.straight = all(option.replicas == 1 for option in self.menu)
         self.ranks = len(self.seats.ranks)
-        cells = self.ranks * len(self.menu) * len(self.segments.ideals) ** 2
-        self.keep &= not self.stages and cells <= MAX_KEPT
 
     def costs(
         self, left: int, u: int, option: StageDeployment, rows: slice
     ) -> tuple[Matrix, Matrix]:
         """Bound and load of a stage with so many stages left and ranks: see `Chains`."""
         p = self.ranks - u
-        if rows == ALL and (known := self._kept.get((p, option))) is not None:
-            return known
         load = self.load(p, option, rows)
         if self.stages is not None:
             load = np.where(self._pinned(self.stages - left)[rows], load, np.inf)
-        found = self.bound(p, option, rows, load) if self.bounding else load, load
-        if rows == ALL and self.keep:
-            self._kept[p, option] = found
-        return found
+        return (self.bound(p, option, rows, load) if self.bounding else load), load
 
     @cached_property
     def _pinned(self) -> Callable[[int], Bool]:
@@ -139,57 +128,22 @@ class Matrices:
     def bound(self, p: int, option: StageDeployment, rows: slice, load: Matrix) -> Matrix:
         """A lower bound of the objective of candidates with such a stage, given its `load`.
 
-        Without a flush seconds per microbatch: its load, or a round trip of one microbatch over
-        those that are in flight.  With one seconds of the minibatch: what runs before, a
-        replica's microbatches one after the other, the reduction or what runs after.
+        Without a flush that, of a microbatch.  With one seconds of the minibatch: a replica's
+        microbatches one after the other, and the reduction.
         """
-        r, on = option.replicas, self.on(p, option)
-        own = self.segments.compute(on, rows)
-        first_part = kind_of(self.setting.schedule).halves(1.0)[0]
-        before, behind, back = self._ways(first_part, rows)
-        share = option.share(self.setting.num_microbatches)
-        depth = self.depth(p, r, most=True)
-        f = self.segments.forward[rows] / on.speed
         if kind_of(self.setting.schedule).stream:
-            trip: Matrix = np.maximum(load, (own + behind) / (r * (depth + 1)))
-            return trip
-        # Until its first backward a replica does depth + 1 forwards, and at the end so many
-        # backwards; in between one microbatch goes all the way to the end and back.  Nobody waits
-        # for the second part of a split backward, which comes last.
-        reduction = self.setting.num_microbatches * self.segments.reduction(on, rows)
-        through = own + behind + (share - 1) * np.maximum(f, own - f)
-        through = through + max(share - 1 - depth, 0) * np.minimum(f, own - f)
-        result: Matrix = before + np.maximum(share * own, through)
-        if not kind_of(self.setting.schedule).splits_backward:
-            result = result + back
-        result = np.maximum(result, before + share * own + reduction)
-        return np.where(np.isfinite(load), result, np.inf)
-
-    def _ways(self, first_part: float, rows: slice) -> list[Matrix]:
-        """Seconds along the heaviest path down to a stage that holds some of it, beyond it and
-        back, and from it home, at least; `first_part`: of a backward, for which others wait."""
-        model, path = self.segments.model, list(self._path)
-        inside = self.segments.inside[:, path]
-        forward = inside @ np.array(model.forward)[path] / self.seats.fastest
-        home = inside @ np.array(model.backward)[path] * first_part / self.seats.fastest
-        beyond = (forward + home)[-1] - (forward + home)
-        held = inside.sum(1)
-        holds = held[rows, None] < held[None, :]
-        ways = forward[rows, None], beyond[None, :], home[rows, None]
-        return [np.where(holds, way, 0.0) for way in ways]
-
-    @cached_property
-    def _path(self) -> tuple[int, ...]:
-        return heaviest_path(self.segments.model)
+            return load
+        on = self.on(p, option)
+        busy = option.share(self.setting.num_microbatches) * self.segments.compute(on, rows)
+        found: Matrix = busy + self.setting.num_microbatches * self.segments.reduction(on, rows)
+        return np.where(np.isfinite(load), found, np.inf)
 
     # -- memory and what is allowed --------------------------------------------------------------
 
-    def depth(self, p: int, r: int, *, most: bool = False) -> int:
-        """Warm-up depth of the stage: the least (or most) that it can have."""
-        after = self.ranks - p - r
-        if most:
-            return most_depth(self.setting, r, after, self.straight)
+    def depth(self, p: int, r: int) -> int:
+        """Warm-up depth of the stage: the least that it can have."""
         guess = None if self.bounding else self.ranks
+        after = self.ranks - p - r
         return least_depth(self.setting, r, after, self.ranks, self.straight, guess)
 
     def _allowed(self, p: int, option: StageDeployment, rows: slice) -> Bool:

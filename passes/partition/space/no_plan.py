@@ -236,10 +236,8 @@ def too_large(
     """The error where all devices together cannot hold the parameters with one gradient each and
     what the optimizer keeps: whatever the schedule, and whoever holds them."""
     known = [device.memory_bytes for device in cluster.devices if device.memory_bytes is not None]
-    count, own = (
-        len(cluster.devices),
-        [(i.trainable_bytes, i.parameter_bytes) for i in problem.items],
-    )
+    count = len(cluster.devices)
+    own = [(one.trainable_bytes, one.parameter_bytes) for one in problem.items]
     own += [(one.bytes * one.trainable, one.bytes) for one in problem.shared]
     trained, held = (sum(each) for each in zip(*own, strict=True))
     needed = math.ceil(held + trained * (1 + training.optimizer_factor))

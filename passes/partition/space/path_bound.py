@@ -87,10 +87,8 @@ class Path:
     @cached_property
     def open_work(self) -> Array:
         """Work that may lie on a stage with the interval."""
-        begun, ended = (
-            np.bincount(self.low, self.work, self.size + 2).cumsum(),
-            self.before(self.work),
-        )
+        begun = np.bincount(self.low, self.work, self.size + 2).cumsum()
+        ended = self.before(self.work)
         begun[self.size], ended[0] = self.work.sum(), 0.0  # all before the last boundary
         result: Array = np.maximum(begun[None, : self.size + 1] - ended[:, None], 0.0)
         return result
@@ -139,14 +137,11 @@ def _told_apart(model: Model, path: Sequence[int], most: int) -> tuple[int, ...]
 class Hops:
     """A stage among those that hold some of the path: its speed at most, and by the boundaries
     before and behind it seconds of a microbatch on links there and back, at least.
-
-    `last`: after the first stage's last backward, by the boundary behind that stage.
     """
 
     speed: float
     before: Array
     behind: Array
-    last: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +176,6 @@ class PathBound:
     path: Path
     rules: StageRules
     close: float = CLOSE
-    floors: Sequence[float] = ()  # by ranks that hold nothing of the path, seconds known before
     _known: dict[tuple[StageDeployment, int, int], Limits] = field(init=False, default_factory=dict)
 
     def least(self, lower: float, upper: float, late: Late) -> float:
@@ -200,7 +194,6 @@ class PathBound:
         return any(
             self._chain(seconds, lost)
             for lost in range(int(min(self.rules.ranks, self.rules.most_lost + 1)))
-            if lost >= len(self.floors) or self.floors[lost] <= seconds
         )
 
     def _chain(self, seconds: float, lost: int) -> bool:
@@ -250,7 +243,7 @@ class PathBound:
         if self.rules.hops is not None:
             return self.rules.hops(lost)[self.rules.ranks - lost - 1 - after]
         none = np.zeros(self.path.size + 1)
-        return Hops(self.rules.fastest, none, none, none)
+        return Hops(self.rules.fastest, none, none)
 
     def _demands(
         self, option: StageDeployment, after: int, lost: int
@@ -274,16 +267,15 @@ class PathBound:
         again, ways = option.again(1.0) * f, self._ways(part, lost)[:, None] / v
         home = part * self.path.inside("backward", not lost) / hops.speed + again
         before, behind = hops.before[:, None], hops.behind[None, :]
-        ends = before + (hops.last[:, None] if after + 1 < rules.ranks else hops.last[None, :])
-        yield both + share * (f + home) + ends, share if part == 1 else 0.0
+        yield both + share * (f + home) + before, share if part == 1 else 0.0
         depth = min(rules.deepest(option, after + lost) + 1, share)
         through = ways[0] + behind + (share - 1) * np.maximum(f, home)
         through = through + (share - depth) * np.minimum(f, home)
-        yield through + again + ends, (share - depth) if part == 1 else 0.0
+        yield through + again + before, (share - depth) if part == 1 else 0.0
         once = np.maximum(both + ways, ways[0]) + behind  # what is aside is only once in all
         for trips, rest in trips_in_turn(share, depth):
             around = (ways + behind) * (trips - 1) + rest * (f + home)
-            yield once + around + ends, rest if part == 1 else 0.0
+            yield once + around + before, rest if part == 1 else 0.0
 
     def _before(self, part: float, lost: int) -> Array:
         """Work of a microbatch on earlier stages, at least, by where the stage begins."""

@@ -13,6 +13,7 @@ from itertools import accumulate, chain, islice
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.chains import Chains, Key, Piece
+from pdcompile.passes.partition.known_paths import KnownPaths
 from pdcompile.passes.partition.model import (
     Model,
     all_ideals,
@@ -111,16 +112,6 @@ class PreparedProblem:
         final = [item for item, s in self.problem.pins if s == len(self.problem.stages) - 1]
         return next((g for g, own in enumerate(model.members) if final and final[0] in own), None)
 
-    @cached_property
-    def work(self) -> float:
-        """Seconds of one microbatch on one device of speed 1, without recomputing."""
-        return sum(item.forward_seconds + item.backward_seconds for item in self.problem.items)
-
-    @cached_property
-    def largest(self) -> float:
-        """Seconds of the largest item, which no cut divides."""
-        return max(item.forward_seconds + item.backward_seconds for item in self.problem.items)
-
 
 @dataclass
 class Part:
@@ -147,10 +138,11 @@ class Part:
     @property
     def least_seconds(self) -> float:
         """Seconds of a step that no plan is below: all work on all devices at full speed."""
-        devices = self.seats.cluster.devices
-        seconds = self.prepared.work / float(sum(devices[rank].speed for rank in self.seats.ranks))
+        devices, items = self.seats.cluster.devices, self.prepared.problem.items
+        work = [item.forward_seconds + item.backward_seconds for item in items]
+        seconds = sum(work) / float(sum(devices[rank].speed for rank in self.seats.ranks))
         if self.space.straight:
-            seconds = max(seconds, self.prepared.largest / self.seats.fastest)
+            seconds = max(seconds, max(work) / self.seats.fastest)
         return seconds * self.setting.num_microbatches * (1 - 1e-12)
 
     def candidate(
@@ -187,7 +179,6 @@ class Pipelines:
             last=part.prepared.last(model),
             stages=stages if stages == model.num_stages else None,
             bounding=not likely,
-            keep=stages is not None,
         )  # fmt: skip
         self.chains = Chains(
             len(self.segments.ideals), len(part.seats.ranks), menu, self.matrices.costs, stages,
@@ -258,17 +249,20 @@ def timed(
     problem: PartitionProblem,
     cluster: Cluster,
     candidate: Candidate,
-    below: float = float("inf"),
+    below: float = math.inf,
+    known: KnownPaths | None = None,
 ) -> tuple[float, float]:
-    """The objective of a candidate, and the share of its memory that a rank takes at most, by its
-    graph-free plan.
+    """The objective of a candidate, infinite where it breaks a rule, and the share of its memory
+    that a rank takes at most, by its graph-free plan.
 
     Exact but for streams with replicas: the simulator's seconds per microbatch or the closed form,
     whichever is more, because the simulator lets a rank use several links at once, and reductions
-    none.  Memory is looked at where the seconds are `below` a limit, so that it matters.
+    none.  Memory is looked at where the seconds are `below` a limit, so that it matters; where they
+    are not, paths that are `known` may say so, and tell seconds that it takes at least.
     """
     found = evaluation(problem, cluster, candidate)
-    seconds = found.seconds if found.seconds >= below else seconds_of(found)
+    if (seconds := (known or KnownPaths()).seconds(found, below)) < below:
+        seconds = math.inf if any(found.violations()) else seconds_of(found)
     if not (seconds < below and limited(cluster)):
         return seconds, 0.0
     return seconds, filled(graph_free_ledgers(problem, cluster, candidate), cluster)
@@ -315,7 +309,7 @@ def filled(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> float:
 def neighbours(
     prepared: PreparedProblem, cluster: Cluster, candidate: Candidate, *, decide: bool
 ) -> Iterator[Candidate]:
-    """All with groups over one boundary that break nothing, the candidate itself not among them.
+    """All with groups over one boundary, the candidate itself not among them.
 
     `decide`: where memory is lacking a stage recomputes; each cut also comes with recomputation
     nowhere else.
@@ -329,7 +323,7 @@ def neighbours(
         one = replace(candidate, stage_of=model.items_of(moved), options=options)
         if decide:
             one = recomputing(prepared.problem, cluster, one)
-        if one not in seen and not violations(prepared.problem, cluster, one):
+        if one not in seen:
             seen.add(one)
             yield one
 

@@ -1,4 +1,4 @@
-"""Bound of a problem with one rank a stage: along its heaviest path, and for any cut."""
+"""Bound of a problem with one rank a stage: along its heaviest path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from pdcompile.passes.partition.any_cut import AnyCut, Row, any_cut
 from pdcompile.passes.partition.budget import Late
 from pdcompile.passes.partition.model import Model
 from pdcompile.passes.partition.space.path_bound import (
@@ -18,7 +17,6 @@ from pdcompile.passes.partition.space.path_bound import (
     PathBound,
     StageRules,
     groups_told_apart,
-    heaviest_path,
     with_gradients,
 )
 from pdcompile.plan.makespan import warmup_of
@@ -56,7 +54,7 @@ def rules_of(path: Path, depths: Sequence[int]) -> StageRules:
 
 def hops_of(path: Path, lost: int) -> list[Hops]:
     """Links between stages with some of the path, all but so many: on each at least what one of its
-    groups passes to the next; and new weights of what its first group shares with a later one.
+    groups passes to the next.
 
     Where some have none, a stage may be any of them, and its link the best.
     """
@@ -79,13 +77,7 @@ def hops_of(path: Path, lost: int) -> list[Hops]:
         before.append(there + np.concatenate(([np.inf], fewer)))
         more = np.minimum.accumulate(behind[-1][::-1])[::-1][1:]
         behind.append(back + np.concatenate((more, [np.inf])))
-    last = np.zeros(path.size + 1)
-    for flow in model.flows if not lost else ():
-        if flow.tied and path.high[flow.sources[0]] == 1:
-            once = min(flow.forward_seconds(link) for link in stages)
-            later = last[: max(path.low[v] for v in flow.sinks)]
-            np.maximum(later, model.problem.num_microbatches * once, out=later)
-    return [Hops(*one, last) for one in zip(speeds, before, reversed(behind), strict=False)]
+    return [Hops(*one) for one in zip(speeds, before, reversed(behind), strict=False)]
 
 
 def _passed(model: Model, path: Sequence[int], link: StageLimits) -> tuple[Array, Array]:
@@ -99,44 +91,8 @@ def _passed(model: Model, path: Sequence[int], link: StageLimits) -> tuple[Array
     return there, back
 
 
-def straight_bound(
-    model: Model, lower: float, upper: float, late: Late, cut: AnyCut | None = None
-) -> float:
-    """Seconds of the objective from `lower` to `upper` that no assignment is below.
-
-    `cut`: the mixture of chains.  Stages without the path, which pass nothing on, count for nothing
-    on a chain: it is shorter by its hops, and by what they do beside the path.
-    """
-    in_flight, m = model.problem.in_flight, model.problem.num_microbatches
-    depths = warmup_of(in_flight, model.num_stages, m)
+def straight_bound(model: Model, lower: float, upper: float, late: Late) -> float:
+    """Seconds of the objective from `lower` to `upper` that no assignment is below."""
+    depths = warmup_of(model.problem.in_flight, model.num_stages, model.problem.num_microbatches)
     path = Path(model, groups_told_apart(model.num_stages, 1, MOST))
-    rules = rules_of(path, depths)
-    floors: list[float] = []
-    if cut is not None:
-        each = cut.each(model.forward, model.backward, np.array([model.lowest, model.highest]))
-        floors = [each.sum() + cut.hops]
-        # What a stage without work waits for, its neighbours wait for too, if depths only fall.
-        if rules.kind.written is None and list(depths) == sorted(depths, reverse=True):
-            most = float((each / np.maximum(path.work, 1e-300)).max())
-            asides = (path.aside(k, rules.ranks) for k in range(1, rules.ranks))
-            floors += [each.sum() - most * aside for aside in asides]
-    return PathBound(path, rules, floors=floors).least(lower, upper, late) * (1 - 1e-9)
-
-
-def cut_of(model: Model, late: Late) -> AnyCut | None:
-    """The mixture of chains for a problem of one rank a stage; None without a flush or a path."""
-    problem, path = model.problem, heaviest_path(model)
-    work = sum(model.forward), sum(model.backward)
-    if problem.objective == "bottleneck" or not sum(work) or len(path) < model.num_stages:
-        return None
-
-    def least(link: StageLimits) -> tuple[float, float]:
-        there, back = _passed(model, path, link)
-        return float(there.min()), float(back.min())
-
-    in_flight, m = problem.in_flight, problem.num_microbatches
-    row = Row(
-        problem.schedule, m, warmup_of(in_flight, model.num_stages, m),
-        tuple(stage.speed for stage in problem.stages), tuple(map(least, problem.stages[:-1])),
-    )  # fmt: skip
-    return any_cut(row, *work, late)
+    return PathBound(path, rules_of(path, depths)).least(lower, upper, late) * (1 - 1e-9)

@@ -20,6 +20,7 @@ from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.known_paths import KnownPaths
 from pdcompile.passes.partition.space.candidates import choices, describe, evaluation
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, filled, limited, timed
 from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
@@ -78,6 +79,7 @@ class Trials:
     #: seconds of what fits, and of its updates, by choice and value (see `choices`)
     least: dict[tuple[str, str], float] = field(default_factory=dict)
     seen: set[Candidate] = field(default_factory=set)
+    known: KnownPaths = field(default_factory=KnownPaths)
     others: float = 0.0  # seconds of making a plan, without rehearsing its stages, at most
     _made: dict[Candidate, Plan] = field(default_factory=dict)
     _updates: dict[Candidate, float] = field(default_factory=dict)
@@ -188,7 +190,7 @@ class Trials:
         self.seen.add(candidate)
         problem, scale = self._problem(candidate), candidate.setting.scale
         limit = self.below * (1 - gain) / scale
-        seconds, share = timed(problem, self.cluster, candidate, limit)
+        seconds, share = timed(problem, self.cluster, candidate, limit, self.known)
         if seconds >= limit:
             self._slower(candidate, seconds * scale)
             return 0.0
@@ -261,8 +263,7 @@ class Trials:
         """Drop what lacks memory after all from the end that is chosen from; the fastest of it."""
         least = math.inf
         while self.found and self.filled(self.chosen[1]) > 1:
-            dropped = self.chosen
-            self.found.remove(dropped)
+            self.found.remove(dropped := self.chosen)
             least = min(least, dropped[0])
         return least
 
@@ -274,7 +275,7 @@ class Trials:
         if any(seconds < self.least.get(one, math.inf) for one in other):
             exact, share = timed(self._problem(candidate), self.cluster, candidate)
             own = exact * candidate.setting.scale, candidate
-            if share <= 1:
+            if share <= 1 and exact < math.inf:
                 self._note(*own)
                 if self.price(*own) < self.below_with_gain:
                     bisect.insort_left(self.found, own, key=lambda one: -one[0])
