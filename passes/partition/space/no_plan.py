@@ -279,16 +279,16 @@ def no_plan(
     others = tuple(f"allow {text}" for text in more)
     if (proved and share == math.inf) or (not short and (several or not unproved)):
         wanted = "any number of" if space.stages is None else str(space.stages)
-        fewer = "" if space.stages is None else "ask for fewer stages, or "
+        fewer = "use fewer devices" if several or not space.stages else "ask for fewer stages"
+        groups = next(iter(problems.values())).whole.num_groups
         return InfeasibleError(
-            f"the model cannot be cut into {wanted} stages as the constraints ask on "
-            f"{len(cluster.devices)} devices",
+            f"the {groups} groups of ops that may be parted cannot be cut into {wanted} stages on "
+            f"{len(cluster.devices)} devices, with the constraints that there are",
             where="cluster",
-            remedy=f"{fewer}drop constraints",
+            remedy=f"{fewer}, or drop constraints if there are any",
         )
     # Two stages of a rank may suit its memory where no single one does.
-    most = Seats(cluster, ()).largest
-    error = InfeasibleError
+    most, error = Seats(cluster, ()).largest, InfeasibleError
     message = "no plan of the space fits once messages and updates are counted"
     memory, others = "more memory", ("add devices", *others)
     if proved and most is not None and share > 1 and not space.sharing:
