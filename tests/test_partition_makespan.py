@@ -13,8 +13,8 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.bounds import bounding_cost
 from pdcompile.passes.partition.chains import solve
-from pdcompile.passes.partition.known_paths import KnownPaths, along
-from pdcompile.passes.partition.model import all_ideals, build
+from pdcompile.passes.partition.known_paths import KnownPaths, Neighbourhood, along
+from pdcompile.passes.partition.model import all_ideals, build, moves, next_to
 from pdcompile.passes.partition.segments import Segments
 from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.schedules import warmup
@@ -298,6 +298,10 @@ def test_close_to_the_simulator_where_values_skip_stages(fast: bool) -> None:
     assert equal >= 0.95 * count
 
 
+def critical(plan: Evaluation) -> Path:
+    return plan.times.critical_path(plan.warmup, plan.m)
+
+
 def test_flush_partitions_of_random_problems_are_never_below_their_paths(fast: bool) -> None:
     for seed in range(60 if fast else 200):
         problem = flush_problem(seed)
@@ -308,8 +312,7 @@ def test_flush_partitions_of_random_problems_are_never_below_their_paths(fast: b
         except InfeasibleError:
             continue
         plan = Evaluation(problem, found.stage_of)
-        path = plan.times.critical_path(plan.warmup, plan.m)
-        assert sum_of(path, plan.times) <= found.objective * (1 + 1e-9) + 1e-12
+        assert sum_of(critical(plan), plan.times) <= found.objective * (1 + 1e-9) + 1e-12
 
 
 def test_known_paths_tell_only_what_the_clock_says() -> None:
@@ -337,3 +340,39 @@ def test_known_paths_tell_only_what_the_clock_says() -> None:
                 assert found >= limit * (1 - 1e-9), seed
     assert told > 700
     assert below > 150
+
+
+def test_a_neighbourhood_tells_what_the_clock_says_after_each_move() -> None:
+    """Known paths never take longer than the clock, and one that is critical then takes as long."""
+    told = lost = tied = 0
+    for seed in range(250):
+        r = random.Random(seed)
+        problem = random_problem(seed, 12)
+        third = r.randrange(len(problem.items))
+        shared = [replace(one, items=(*one.items, third)) for one in problem.shared]
+        problem = replace(
+            problem, objective="flush", schedule=r.choice(("1f1b", "gpipe", "zb-h1")),
+            shared=tuple(shared), together=(), apart=(), pins=(),
+        )  # fmt: skip
+        model, stages = build(problem), range(len(problem.stages))
+        groups, *others = (tuple(sorted(r.choices(stages, k=model.num_groups))) for _ in range(4))
+        now, *elsewhere = (Evaluation(problem, model.items_of(one)) for one in (groups, *others))
+        every = [*moves(model.arcs, groups, len(stages))]
+        moved = next_to(model.arcs, groups, len(stages))
+        plans = [Evaluation(problem, model.items_of(one)) for one in moved]
+        own, *paths = map(critical, (now, *elsewhere, *plans))
+        near = Neighbourhood(model, Deployment.straight(problem), groups, [own])
+        assert near.lengths.max() == pytest.approx(along(own, now.times), rel=1e-9), seed
+        near.know([own, *paths])
+        known = now.times.hops
+        for move, plan, path in zip(every, plans, paths[len(elsewhere) :], strict=True):
+            least, exact = near.least(*move), along(path, plan.times)
+            assert least <= plan.seconds * (1 + 1e-9) + 1e-12, (seed, move)
+            if all(hop in known[kind] for hop, kind, _ in path.hops):
+                assert least >= exact * (1 - 1e-9), (seed, move)
+                told += exact > 0
+            lost += any(known[kind].keys() - plan.times.hops[kind].keys() for kind in known)
+            tied += any(kind == "final" for _, kind, _ in path.hops)
+    assert told > 500
+    assert lost > 100
+    assert tied > 20

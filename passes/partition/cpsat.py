@@ -37,7 +37,7 @@ BITS = 34  # of the largest sums: products with a few hundred microbatches stay 
 
 
 class Loads:
-    """Expressions in integer units (seconds · scale, floored), made when first asked for."""
+    """Expressions in integer units (seconds · scale, floored; no more than any limit needs)."""
 
     def __init__(self, cp: Any, model: Model, x: Thresholds, scale: float):
         self.cp, self.model, self.x, self.scale = cp, model, x, scale
@@ -53,7 +53,7 @@ class Loads:
         self.backward = cache(lambda s: self._work(s, self.model.backward))
 
     def units(self, seconds: float) -> int:
-        return math.floor(seconds * self.scale)
+        return min(math.floor(seconds * self.scale), 1 << BITS)
 
     def transfer(self, stage: int) -> list[Linear]:
         """Seconds sent and received by the stage; their sum when links are half duplex."""
