@@ -238,14 +238,14 @@ def _bound(search: Search) -> None:
 
 def improve(search: Search) -> None:
     """Local search: moves groups of each start over a boundary, one or several, as long as that
-    helps.  Then a few of the best are moved at random, beside each other, and it goes on from there
+    helps; where known paths make that cheap (not for streams) it goes on from near the best
     (iterated local search: Lourenço, Martin and Stützle, 2003); half of the patience is left."""
     until = search.budget.spent + MOVING * search.budget.left
     draws, least = random.Random(search.seed), min(search.starts.values())
     for seconds, start in sorted((seconds, start) for start, seconds in search.starts.items()):
         if seconds <= LIKELY * least:
             _climb(search, start, seconds, until)
-    kicks, patience = 0, search.budget.patience / 2
+    kicks, patience = 0 if search.paths else KICKS, search.budget.patience / 2
     while kicks < KICKS and search.budget.waits >= patience and not _ends(search, until):
         kicked, upper = _kicked(search, draws), search.upper
         if found := search.offer(kicked, below=math.inf):
