@@ -98,6 +98,8 @@ def test_what_the_command_line_takes_python_takes_too(tmp_path: Path) -> None:
         ("local:0", "no number of stages"),
         ("local:²", "no number of stages"),
         ("gpu", "machines with a name are"),
+        ("cuda:2", "'local:4' for four stages in one process"),
+        ("loca:2", "'local:4' for four stages in one process"),
         ("H100", "did you mean 'h100'"),
         ("99999x8:h100", "devices"),
     ],

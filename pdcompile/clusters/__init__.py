@@ -50,7 +50,7 @@ def cluster_of(text: str) -> Cluster:
     kind, colon, rest = text.partition(":")
     if text in names():
         return described(text)
-    if not colon:
+    if not colon or not (kind == "local" or rest in names() or any(counts_of(kind))):
         try:
             return Cluster.parse(text)  # with assumed links
         except ClusterError as error:
