@@ -322,6 +322,28 @@ def test_simulate_into_a_place_that_cannot_be_written(plan_file: Path, call: Cal
     assert "with -o" not in err  # which simulate does not have
 
 
+def test_plan_leaves_its_target_as_it_is(tmp_path: Path, call: Call) -> None:
+    target = tmp_path / "target_to_keep.py"
+    text = "import torch\ndef build():\n    return torch.nn.Linear(2, 2), torch.ones(4, 2)\n"
+    target.write_text(text, encoding="utf-8")
+    options = ("--costs", "estimated", "--optimizer", "none", "-o", str(target))
+    code, _, err = call("plan", f"{target}:build", *options)
+    assert code == 2
+    assert "take the place of the file that it is made from" in err
+    assert target.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("option", ["--html", "--trace"])
+def test_simulate_leaves_its_plan_as_it_is(plan_file: Path, call: Call, option: str) -> None:
+    before = plan_file.read_bytes()
+    other = plan_file.parent / "beside" / ".." / plan_file.name  # the same file by another path
+    other.parents[1].mkdir()
+    code, _, err = call("simulate", str(plan_file), option, str(other))
+    assert code == 2
+    assert "take the place of the file that it is made from" in err
+    assert plan_file.read_bytes() == before
+
+
 def test_times_are_taken_with_the_threads_of_a_run(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,12 +107,16 @@ def as_written(value: Any) -> msgspec.Raw | None:
     return None if value is None else msgspec.Raw(value.to_json().encode())
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, read: Path | None = None) -> None:
     """Write a result, parents included.
 
     Raises:
-        ConfigError: it cannot be written, with the system's reason.
+        ConfigError: it cannot be written, with the system's reason; or its place is that of the
+            file that the command has `read`, which is of another kind.
     """
+    if read is not None and path.resolve() == read.resolve():
+        problem = "the result would take the place of the file that it is made from"
+        raise ConfigError(problem, where=str(path), remedy="choose another place for it")
     with errors_as(ConfigError, "cannot write the file", path, "choose another place for it"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

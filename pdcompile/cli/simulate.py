@@ -6,16 +6,13 @@ import json
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pdcompile.cli.options import PlanFile, verb
 from pdcompile.cli.output import Result, stdout, write_text
 from pdcompile.plan import Plan
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @verb()
@@ -66,9 +63,9 @@ def simulate(
     loaded, events = replace(loaded, forecast=steady.forecast), drawn.timeline
     path = critical_path(steady.timeline, steady.window, flush=not stream)
     if trace is not None:
-        write_text(trace, json.dumps(chrome.trace(events, loaded.fingerprint)))
+        write_text(trace, json.dumps(chrome.trace(events, loaded.fingerprint)), plan)
     if html is not None:
-        write_text(html, "")  # errors of the place before the work
+        write_text(html, "", plan)  # errors of the place before the work
         date = datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z")
         data = page.page_data(loaded, steady, drawn, title=plan.name, date=date)
         write_text(html, page.html(data))
@@ -82,10 +79,7 @@ def simulate(
         "idle": timeline.idle(shown),
         "critical_path": path.shares,
     }
-    parts: list[RenderableType] = [
-        *timeline.drawn(events, stdout().width, loaded.processes_of),
-        memory_table(loaded),
-        forecast_line(loaded),
-        Text(f"critical path: {path_in_words(path)}"),
-    ]
-    return Result(document, parts, [trace, html])
+    bars = timeline.drawn(events, stdout().width, loaded.processes_of)
+    memory, forecast = memory_table(loaded), forecast_line(loaded)
+    words = Text(f"critical path: {path_in_words(path)}")
+    return Result(document, [*bars, memory, forecast, words], [trace, html])
