@@ -223,6 +223,7 @@ def test_bad_targets_end_with_two(arguments: tuple[str, ...], message: str, call
         ("--split", "samples", "split='samples' divides nothing: a stage has one part"),
         ("--parts", "2,4", "parts=(2, 4) has stages of 2 and of 4 parts"),
         ("--cluster", "local:none", "no number of stages"),
+        ("--lr", "-1", "greater than or equal to 0"),
     ],
 )
 def test_bad_options_end_with_two(

@@ -64,7 +64,9 @@ WARMUP = Row(
 )
 OWN = {
     "lr": Row(
-        "Learning rate of a class; default: 3e-4.", flag=Flag("RATE", type=float), panel="Training"
+        "Learning rate of a class; default: 3e-4.",
+        flag=Flag("RATE", type=float, least=0),
+        panel="Training",
     ),
     "warmup": WARMUP,
     **{
