@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,3 +137,16 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     )
     given: list[Any] = [sys.executable, "-c", script, tmp_path / "mine.csv"]
     subprocess.run(given, check=True, capture_output=True)
+
+
+def test_a_long_proof_says_what_it_is_at(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, str]] = []
+
+    @contextmanager
+    def working(title: str, on: str) -> Iterator[None]:
+        said.append((title, on))
+        yield
+
+    monkeypatch.setattr("pdcompile.report.progress.working", working)
+    assert call("schedule", "1f1b", "--stages", "2", "--microbatches", "3")[0] == 0
+    assert said == [("proving", "2 stages on 2 ranks, 3 microbatches")]

@@ -68,6 +68,7 @@ def schedule(
     from pdcompile.passes.simulate import simulate_drained
     from pdcompile.report import timeline
     from pdcompile.report.labels import counted
+    from pdcompile.report.progress import working
 
     if output is not None:
         check_suffix(output, "written to")
@@ -76,10 +77,15 @@ def schedule(
         _by_name(source, counts) if ":" not in source and find(source) else _of_file(source, counts)
     )
     plan = chain(str(written), len(written.placement), written.num_microbatches, len(written.rows))
-    proof, events = check(plan), simulate_drained(plan, 1).timeline
+    size = (
+        f"{counted(len(written.placement), 'stage')} on {counted(len(written.rows), 'rank')}, "
+        f"{counted(written.num_microbatches, 'microbatch', 'microbatches')}"
+    )
+    with working("proving", size):
+        proof, events = check(plan), simulate_drained(plan, 1).timeline
     if output is not None:
         write_text(output, written.to_csv())
-    idle = timeline.idle(timeline.bars(events))
+    drawn, idle = timeline.drawn(events, stdout().width), timeline.idle(timeline.bars(events))
     document = {
         "status": "done",
         "schedule": written.name,
@@ -89,14 +95,8 @@ def schedule(
         "idle": idle,
         "proof": list(proof.statements),
     }
-    drawn = timeline.drawn(events, stdout().width)
-    headline = (
-        f"{written.name}: {counted(len(written.placement), 'stage')} on "
-        f"{counted(len(written.rows), 'rank')}, "
-        f"{counted(written.num_microbatches, 'microbatch', 'microbatches')}, "
-        f"{100 * idle:.3g} % idle"
-    )
-    return Result(document, [Text(headline), *drawn, Text(str(proof))], [output])
+    headline = Text(f"{written.name}: {size}, {100 * idle:.3g} % idle")
+    return Result(document, [headline, *drawn, Text(str(proof))], [output])
 
 
 def _by_name(name: str, counts: dict[str, int | None]) -> Written:
