@@ -28,7 +28,7 @@ _NUMBER = re.compile(
     r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-zµ/]*)\s*", re.ASCII
 )
 _SYNONYMS = {"byte": "B", "bytes": "B", "KB": "kB", "KB/s": "kB/s", "Kbit/s": "kbit/s", "µs": "us"}
-MOST = 2**62  # bytes, bytes a second or seconds: their squares are finite floats
+MOST = 2**62  # bytes or seconds: their squares are finite floats
 
 
 def parse_bytes(value: float | str, *, what: str = "size", where: str | None = None) -> int:
@@ -121,7 +121,7 @@ def _parse(value: object, units: Mapping[str, Fraction], what: str, where: str |
         result = Fraction(match[1]) * units[unit]
     except ValueError:  # more digits than Python converts
         raise _too_large(f"{match[1][:20]}…", what, where) from None
-    if result > MOST:
+    if result > (10**300 if units is RATES else MOST):
         raise _too_large(value, what, where)
     return result
 
@@ -130,7 +130,7 @@ def _scalar(value: object, units: Mapping[str, Fraction], what: str, where: str 
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 <= value < math.inf:
             raise _wrong(value, what, units, where)
-        if value > MOST:
+        if value > (10**300 if units is RATES else MOST):
             raise _too_large(f"of {int(value).bit_length()} bits", what, where)
         return float(value)
     return float(_parse(value, units, what, where))

@@ -325,12 +325,8 @@ class Place:
     computed, the slots of what came in and of what goes out, by edge."""
 
     def __init__(self, worker: Worker, ins: Instruction) -> None:
-        kind, phase, wiring, slots = (
-            ins.action.kind,
-            ins.action.phase,
-            worker.compute.wiring,
-            worker.slots,
-        )
+        kind, phase = ins.action.kind, ins.action.phase
+        wiring, slots = worker.compute.wiring, worker.slots
         if kind is Kind.VALUE and wiring is not None:
             kind = wiring.kind
         tied = kind in (Kind.TIED, Kind.WEIGHT)

@@ -41,6 +41,7 @@ from pdcompile.runtime.transport import launch
 from pdcompile.runtime.transport.start_up import StartUp
 from pdcompile.runtime.watch import same_model
 from pdcompile.runtime.watch.alike import compiled_alike
+from pdcompile.schedule.registry import DEFAULT
 from pdcompile.warn import warn
 
 
@@ -72,7 +73,7 @@ def check_supported(plan: Plan, graph: OpGraph) -> None:
             )
     summing = {name: stage for stage in plan.stages if stage.replicas > 1 for name in stage.ops}
     shared = plan.num_ranks < sum(stage.replicas for stage in plan.stages)  # then all have as many
-    alone = "schedule='1f1b'" if plan.spec.kind.dispatched else "replicas=1"
+    alone = f"schedule={DEFAULT!r}" if plan.training.kind.dispatched else "replicas=1"
     for fqn, lookups in sparse_lookups(graph).items():
         stage = summing.get(lookups[0].name)
         if stage is not None:
@@ -124,10 +125,11 @@ class Pipeline(Saving):
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> Pipeline:
         """Capture, plan and start, with one global minibatch (or none, if compile had one)."""
         if self._session is None:
-            self._start(flatten_call(self._model, args, kwargs, target) if args or kwargs else None)
+            flat = flatten_call(self._model, args, kwargs, target) if args or kwargs else None
+            with one_thread():
+                self._start(flat)
         return self
 
-    @one_thread()
     def _start(self, flat: FlatCall | None) -> None:
         self._check_open()
         refuse_modes()
@@ -290,7 +292,8 @@ class Pipeline(Saving):
             else:
                 flat = args[0].call(self._model, with_target=self._options.loss_fn is not None)
         if self._session is None:
-            self._start(flat)
+            with one_thread():
+                self._start(flat)
         same_model.settle_others(self)
         return flat
 
