@@ -239,7 +239,7 @@ def test_samples_draw_the_same_whoever_reads_them() -> None:
 
 
 def test_a_shard_of_a_second_pipeline_waits_for_what_the_first_has_in_flight() -> None:
-    """As its other calls do: it would compute on the weights of a minibatch before."""
+    """The shard would be computed on the weights of a minibatch before."""
     model, samples = mlp(), Samples(8)
     given: Any = {
         "loss_fn": loss_for("mlp"), "microbatches": 4, "cluster": "local:2", "costs": "estimated",

@@ -23,7 +23,6 @@ from pdcompile.plan.times import PipelineTimes
 from pdcompile.plan.wires import Direction, StagePair
 
 MOST = 64  # paths
-
 Hop = tuple[StagePair, Direction]
 
 

@@ -258,7 +258,7 @@ def _ends(search: Search, until: float) -> bool:
 
 
 def _climb(search: Search, stages: Groups, seconds: float, until: float) -> None:
-    """Moves that shorten the known paths most come first."""
+    """Makes moves as long as one helps; those that shorten the known paths most come first."""
     arcs, count, better = search.model.arcs, search.model.num_stages, True
     while better:
         near, better = Neighbourhood(search.model, search.on, stages, search.paths), False
@@ -275,6 +275,7 @@ def _climb(search: Search, stages: Groups, seconds: float, until: float) -> None
 
 
 def _kicked(search: Search, draws: random.Random) -> Groups:
+    """The best assignment after a few random moves near one boundary, whether they help or not."""
     stages, count = search.groups, search.model.num_stages
     at = draws.randrange(max(count - 1, 1))
     for _ in range(draws.randint(*MADE)):

@@ -64,8 +64,8 @@ from tests.helpers.divided import batch_of, model_of  # noqa: E402
 
 
 def rank_to_run() -> dict[str, Any]:
-    """What a fork has to run; the first process stays in here until all tests have ended, its forks
-    that serve until those whom they serve have."""
+    """Return what a fork has to run; the first process stays in here until all tests have ended,
+    its forks that serve until those whom they serve have."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks that serve
     while True:
         wait_for_somebody()
@@ -77,7 +77,7 @@ def rank_to_run() -> dict[str, Any]:
 
 
 def served(connection: socket.socket) -> dict[str, Any]:
-    """What a fork of this one has to run, which stays in here until nobody asks any more."""
+    """Return what a fork of this one has to run, which stays in here until nobody asks any more."""
     listening.close()
     with connection.makefile("rw") as asking:
         for line in asking:

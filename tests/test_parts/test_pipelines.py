@@ -214,7 +214,7 @@ def checkpoints_fit(
 
 
 def test_checkpoints_of_any_plan_fit_any_other_with_states_of_adam(tmp_path: Path) -> None:
-    """Of parts, of replicas, and of updates at homes, whichever comes next."""
+    """Plans of parts, of replicas and of updates at homes go on from each other's."""
     at_home = {"updates": "home", "replicas": 2}
     settings = [
         {"parts": 2, "stages": 2}, {**at_home, "stages": 2}, {"parts": 4},

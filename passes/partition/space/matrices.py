@@ -128,7 +128,7 @@ class Matrices:
     def bound(self, p: int, option: StageDeployment, rows: slice, load: Matrix) -> Matrix:
         """A lower bound of the objective of candidates with such a stage, given its `load`.
 
-        Without a flush that, of a microbatch.  With one seconds of the minibatch: a replica's
+        Without a flush the load itself.  With one seconds of the minibatch: a replica's
         microbatches one after the other, and the reduction.
         """
         if kind_of(self.setting.schedule).stream:

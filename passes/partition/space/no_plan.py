@@ -279,13 +279,13 @@ def no_plan(
     others = tuple(f"allow {text}" for text in more)
     if (proved and share == math.inf) or (not short and (several or not unproved)):
         wanted = "any number of" if space.stages is None else str(space.stages)
-        fewer = "use fewer devices" if several or not space.stages else "ask for fewer stages"
+        fewer = "use fewer devices" if several else "ask for fewer stages" * bool(space.stages)
         groups = next(iter(problems.values())).whole.num_groups
         return InfeasibleError(
             f"the {groups} groups of ops that may be parted cannot be cut into {wanted} stages on "
             f"{len(cluster.devices)} devices, with the constraints that there are",
             where="cluster",
-            remedy=f"{fewer}, or drop constraints if there are any",
+            remedy=", or ".join(filter(None, (fewer, "drop constraints if there are any"))),
         )
     # Two stages of a rank may suit its memory where no single one does.
     most, error = Seats(cluster, ()).largest, InfeasibleError

@@ -252,8 +252,8 @@ def timed(
     below: float = math.inf,
     known: KnownPaths | None = None,
 ) -> tuple[float, float]:
-    """The objective of a candidate, infinite where it breaks a rule, and the share of its memory
-    that a rank takes at most, by its graph-free plan.
+    """The objective of a candidate, and the share of its memory that a rank takes at most, by its
+    graph-free plan.
 
     Exact but for streams with replicas: the simulator's seconds per microbatch or the closed form,
     whichever is more, because the simulator lets a rank use several links at once, and reductions
@@ -261,8 +261,8 @@ def timed(
     are not, paths that are `known` may say so, and tell seconds that it takes at least.
     """
     found = evaluation(problem, cluster, candidate)
-    if (seconds := (known or KnownPaths()).seconds(found, below)) < below:
-        seconds = math.inf if any(found.violations()) else seconds_of(found)
+    if (seconds := known.seconds(found, below) if known else found.seconds) < below:
+        seconds = seconds_of(found)
     if not (seconds < below and limited(cluster)):
         return seconds, 0.0
     return seconds, filled(graph_free_ledgers(problem, cluster, candidate), cluster)
@@ -309,7 +309,7 @@ def filled(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> float:
 def neighbours(
     prepared: PreparedProblem, cluster: Cluster, candidate: Candidate, *, decide: bool
 ) -> Iterator[Candidate]:
-    """All with groups over one boundary, the candidate itself not among them.
+    """All with groups over one boundary that break nothing, the candidate itself not among them.
 
     `decide`: where memory is lacking a stage recomputes; each cut also comes with recomputation
     nowhere else.
@@ -323,7 +323,7 @@ def neighbours(
         one = replace(candidate, stage_of=model.items_of(moved), options=options)
         if decide:
             one = recomputing(prepared.problem, cluster, one)
-        if one not in seen:
+        if one not in seen and not violations(prepared.problem, cluster, one):
             seen.add(one)
             yield one
 

@@ -275,7 +275,7 @@ class Trials:
         if any(seconds < self.least.get(one, math.inf) for one in other):
             exact, share = timed(self._problem(candidate), self.cluster, candidate)
             own = exact * candidate.setting.scale, candidate
-            if share <= 1 and exact < math.inf:
+            if share <= 1:
                 self._note(*own)
                 if self.price(*own) < self.below_with_gain:
                     bisect.insort_left(self.found, own, key=lambda one: -one[0])
