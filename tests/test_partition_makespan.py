@@ -320,12 +320,13 @@ def test_known_paths_tell_only_what_the_clock_says() -> None:
     told = below = 0
     for seed in range(80):
         problem, r = random_problem(seed, 12), random.Random(seed)
-        problem = replace(problem, schedule=r.choice(("1f1b", "gpipe", "zb-h1")))
-        on, known = Deployment.straight(problem), KnownPaths()
+        straight, known = Deployment.straight(problem), KnownPaths()
         stages = range(len(problem.stages))
-        on = replace(on, recompute=[r.random() < 0.5 for _ in stages], flush=True)
+        again = [r.random() < 0.5 for _ in stages]
         limit = math.inf
         for _ in range(30):
+            name = r.choice(("1f1b", "gpipe", "zb-h1"))  # each has paths of its own
+            on = replace(straight, recompute=again, flush=True, schedule=name)
             plan = Evaluation(problem, sorted(r.choices(stages, k=len(problem.items))), on)
             clock, walks = Evaluation(problem, plan.stage_of, on).seconds, len(known.of(on))
             found = known.seconds(plan, limit)
