@@ -265,9 +265,8 @@ class Worker:
         microbatch, feed, version = ins.microbatch, self.feeds[minibatch], self.weights.newest
         if feed.wiring.training:
             version = self.weights.version_of(minibatch, ins.lag)
-        values = self.compute.forward(
-            feed, microbatch, version, lambda edge: at.came[edge].pop(minibatch)
-        )
+        came = {edge: slot.pop(minibatch) for edge, slot in at.came}
+        values = self.compute.forward(feed, microbatch, version, came)
         outputs: dict[str, Tensor] = {}
         for port, edge in feed.wiring.outputs:
             if edge is None and not feed.keep_outputs:
@@ -280,12 +279,11 @@ class Worker:
         feed.leaves[microbatch] = {}
 
     def _backward(self, ins: Instruction, at: Place, minibatch: int) -> None:
+        version = self.weights.version_of(minibatch, ins.lag)
+        came = {edge: slot.pop(minibatch) for edge, slot in at.came}
+        split = ins.action is Action.BACKWARD_INPUT
         sent = self.compute.backward(
-            self.feeds[minibatch],
-            ins.microbatch,
-            self.weights.version_of(minibatch, ins.lag),
-            lambda edge: at.came[edge].pop(minibatch),
-            split=ins.action is Action.BACKWARD_INPUT,
+            self.feeds[minibatch], ins.microbatch, version, came, split=split
         )
         for edge, gradient in sent:
             at.left[edge][minibatch] = [gradient]
@@ -332,9 +330,11 @@ class Place:
         tied = kind in (Kind.TIED, Kind.WEIGHT)
         self.kind, self.sized = kind, kind in (Kind.VALUE, Kind.EVAL_VALUE, Kind.GRADIENT)
         if phase is Phase.COMPUTE and wiring is not None:
-            edges, microbatch = wiring.ports, ins.microbatch
-            self.came = {edge: slots[Phase.WAIT_RECV, kind, edge, microbatch] for edge in edges}
-            self.left = {edge: slots[Phase.SEND, kind, edge, microbatch] for edge in edges}
+            microbatch = ins.microbatch
+            back = wiring.chained.union(wiring.fan_out).intersection(wiring.differentiable)
+            comes = wiring.ports.keys() - wiring.fan_out if ins.action is Action.FORWARD else back
+            self.came = [(edge, slots[Phase.WAIT_RECV, kind, edge, microbatch]) for edge in comes]
+            self.left = {edge: slots[Phase.SEND, kind, edge, microbatch] for edge in wiring.ports}
         if ins.peer < 0:
             return
         which = ins.peer if kind is Kind.TIED else ins.microbatch
@@ -391,9 +391,8 @@ def _apart(worker: Worker, value: Tensor) -> Tensor:
     if worker.weights_at is None:
         worker.weights_at = worker.weights.memories(parameters=True)
     value, memory = value.detach(), memory_of(value)
-    if memory in worker.weights_at or memory in worker.weights.memories(parameters=False):
-        return value.clone()
-    return value
+    own = memory in worker.weights_at or memory in worker.weights.memories(parameters=False)
+    return value.clone() if own else value
 
 
 def run_together(

@@ -61,12 +61,13 @@ def test_a_loop_does_not_overwrite_what_it_reads_again(position: int) -> None:
 
 def test_an_entrance_keeps_the_gradient_and_its_layout() -> None:
     entrance = Entrance(torch.randn(4, 6))
-    assert entrance.gradient is None
     factor = torch.randn(6, 4)
     (entrance.value.t() * factor).sum().backward()
-    assert entrance.gradient is not None
-    assert torch.equal(entrance.gradient, factor.t())
-    assert entrance.gradient.stride() == (1, 4)
+    found = entrance.take()
+    assert found is not None
+    assert torch.equal(found, factor.t())
+    assert found.stride() == (1, 4)
+    assert entrance.take() is None
 
 
 TRAINING, EVALUATION = torch.linspace(0, 1, 8), torch.linspace(5, 6, 8)

@@ -29,27 +29,40 @@ _NOWHERE = -1  # in place of a node's number, of what hangs on none
 class Entrance:
     """A received value under autograd.
 
-    The stage computes with `value`, a view of a `leaf`: backward has to stop before a leaf, where
-    nothing is accumulated.  After backward `gradient` is the summed gradient in the layout of
-    autograd's kernels, None if there was none.
+    The stage computes with `value`, a view of a `leaf`: nothing is accumulated there, as a hook on
+    the leaf's node keeps what comes: the summed gradient, in the layout of autograd's kernels.
+    Once that is taken it waits among the `idle` ones for another value of the same shape: hooks
+    cost more than all else here.
     """
 
-    __slots__ = ("_found", "leaf", "value")
+    __slots__ = ("_found", "_idle", "_node", "_nothing", "leaf", "value")
 
-    def __init__(self, received: Tensor) -> None:
+    def __init__(self, received: Tensor, idle: list[Entrance] | None = None) -> None:
         self.leaf = received.detach().requires_grad_()
-        self.value = self.leaf.view_as(self.leaf)
+        self.value: Tensor = self.leaf.view_as(self.leaf)
         self._found: list[Tensor | None] = []
+        self._idle, self._nothing = idle, received.new_empty(0)
         made: Any = self.value.grad_fn
-        made.register_prehook(_keeper(self._found, (None,)))
+        self._node = made.next_functions[0][0]  # autograd itself would make it anew each time
+        self._node.register_prehook(_keeper(self._found, (None,)))
 
-    @property
-    def gradient(self) -> Tensor | None:
-        return self._found[0] if self._found else None
+    @staticmethod
+    def of(received: Tensor, idle: list[Entrance]) -> Entrance:
+        """One for this value, from the idle ones where there are any."""
+        if not idle:
+            return Entrance(received, idle)
+        found = idle.pop()
+        found.leaf.data = received
+        found.value = found.leaf.view_as(found.leaf)
+        return found
 
     def take(self) -> Tensor | None:
-        """The gradient; autograd's graph does not keep it alive from now on."""
-        return self._found.pop() if self._found else None
+        """The gradient, None if there was none; it and the value are not kept any longer."""
+        found = self._found.pop() if self._found else None
+        if self._idle is not None:
+            self.leaf.data = self.value = self._nothing
+            self._idle.append(self)
+        return found
 
 
 def _keeper(found: list[Tensor | None], passed_on: tuple[None, ...] | None = None) -> Any:
@@ -69,26 +82,18 @@ def _keeper(found: list[Tensor | None], passed_on: tuple[None, ...] | None = Non
 Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]  # with its gradient
 
 
-class Rest:
-    """The second part of one microbatch's backward; `run` it once."""
-
-    def __init__(self) -> None:
-        self.sent: set[int] = set()  # memory of what the first part gave to others
-        self._runs: list[tuple[list[Root], list[Tensor]]] = []  # roots, and the leaves to reach
-
-    def add(self, roots: list[Root], leaves: list[Tensor]) -> None:
-        if roots and leaves:
-            self._runs.append((roots, leaves))
+class Rest(list[tuple[list[Root], list[Tensor]]]):
+    """The second part of one microbatch's backward: runs, from their roots to leaves."""
 
     def run(self) -> None:
-        """Accumulate the gradients of the parameters that are left."""
-        while self._runs:
-            accumulate(*self._runs.pop())
+        """Accumulate the gradients of the parameters that are left; once."""
+        while self:
+            accumulate(*self.pop())
 
     @property
     def gradients(self) -> Iterator[Tensor]:
         """Gradients that are kept until then."""
-        return (one for roots, _ in self._runs for _, one in roots if one is not None)
+        return (one for roots, _ in self for _, one in roots if one is not None)
 
 
 def accumulate(
@@ -106,20 +111,19 @@ def first_part(roots: Sequence[Root], wanted: Iterable[Tensor]) -> Rest:
     graph, rest = _Graph(roots, {id(one) for one in wanted}), Rest()
     early, ends = _parted(tuple(graph.forms), tuple(graph.roots))
     kept: dict[int, list[Tensor | None]] = {end: [] for end, _ in ends if end != _NOWHERE}
-    handles = [graph.nodes[end].register_prehook(_keeper(found)) for end, found in kept.items()]
-    try:
-        if leaves := [leaf for n, leaf in graph.leaves.items() if n in early]:
-            accumulate(roots, leaves, again=bool(ends))
-    finally:
-        for handle in handles:
-            handle.remove()
+    for end, found in kept.items():
+        graph.nodes[end].register_prehook(_keeper(found))
+    if leaves := [leaf for n, leaf in graph.leaves.items() if n in early]:
+        accumulate(roots, leaves, again=bool(ends))
     for end, later in ends:
         if end == _NOWHERE:
             left = [root for root, n in zip(roots, graph.roots, strict=True) if n not in early]
         else:
-            node, found = graph.nodes[end], enumerate(kept[end])
-            left = [(GradientEdge(node, n), one) for n, one in found if one is not None]
-        rest.add(left, [graph.leaves[n] for n in later])
+            node, came = graph.nodes[end], enumerate(kept[end])
+            left = [(GradientEdge(node, n), one) for n, one in came if one is not None]
+            kept[end].clear()  # the hook has it until the node goes
+        if left:
+            rest.append((left, [graph.leaves[n] for n in later]))
     return rest
 
 

@@ -10,8 +10,9 @@ earlier stage waits, and goes on later (`Rest`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,17 +54,17 @@ class Flight:
     loss: Tensor | None = None
     draws: DrawScope | None = None  # of opaque modules, which may run again
     rest: Rest = field(default_factory=Rest)  # between the two parts of its backward
+    sent: Collection[int] = ()  # memory of what the first part gave to others
 
     def roots(self, wiring: Wiring, gradient: Gradient, of_loss: Tensor | None) -> list[Root]:
         """The places where backward begins and has a gradient, in eager's order of summation."""
-        came: list[tuple[Tensor | GradientEdge | None, Tensor | None]] = [
-            (entrance.value, gradient(edge))
-            for edge, entrance in self.entered.items()
-            if edge in wiring.chained
+        chained = [
+            (edge, one.value) for edge, one in self.entered.items() if edge in wiring.chained
         ]
-        came += [(origin, gradient(edge)) for edge, origin in self.left.items()]
         roots: list[Root] = [
-            (origin, one) for origin, one in came if origin is not None and one is not None
+            (origin, came)
+            for edge, origin in (*chained, *self.left.items())
+            if origin is not None and (came := gradient(edge)) is not None
         ]
         if self.loss is not None and self.loss.requires_grad:
             roots.append((self.loss, of_loss))
@@ -78,19 +79,14 @@ class StageRun:
     """
 
     def __init__(
-        self,
-        stage: int,
-        streams: Streams,
-        region: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
+        self, stage: int, streams: Streams,
+        region: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:  # fmt: skip
         self._stage, self._streams, self._region = stage, streams, region
+        self._idle: defaultdict[Any, list[Entrance]] = defaultdict(list)  # by edge and shape
 
     def forward(
-        self,
-        module: nn.Module,
-        wiring: Wiring,
-        given: Sequence[Any],
-        call: Microbatch,
+        self, module: nn.Module, wiring: Wiring, given: Sequence[Any], call: Microbatch
     ) -> tuple[Flight, dict[str, Tensor]]:
         """Runs the stage on its arguments, in order: what backward needs, and the results by value
         name.
@@ -101,13 +97,13 @@ class StageRun:
         flight, arguments = Flight(), []
         for (port, edge), value in zip(wiring.inputs, given, strict=True):
             if edge in wiring.differentiable:
-                entrance = flight.entered[edge] = Entrance(value)
-                value = entrance.value
+                entrance = Entrance.of(value, self._idle[edge, value.shape])
+                flight.entered[edge], value = entrance, entrance.value
             arguments.append(value.clone() if port.mutated else value)
         self._streams.begin(call.minibatch, call.microbatch)
+        mode = torch.set_grad_enabled(wiring.training)
         again = wiring.training and wiring.signature.unshards
-        whole = resharding(self._streams.apart) if again else nullcontext()
-        with torch.set_grad_enabled(wiring.training), self._region(), whole:
+        with self._around(mode, again) if again or self._region is not None else mode:
             results = module(*arguments)
             values = named_results(self._stage, wiring.signature.outputs, results)
             if call.loss is not None and wiring.signature.loss is not None:
@@ -121,6 +117,14 @@ class StageRun:
         if wiring.training:
             flight.draws = self._streams.drawn(module)
         return flight, values
+
+    @contextmanager
+    def _around(self, mode: AbstractContextManager[Any], again: bool) -> Iterator[None]:
+        """Context of model and loss; `again`: weights are gathered again in backward."""
+        region = nullcontext() if self._region is None else self._region()
+        whole = resharding(self._streams.apart) if again else nullcontext()
+        with mode, region, whole:
+            yield
 
     def backward(
         self,
@@ -147,10 +151,6 @@ class StageRun:
             flight.draws.backward([one for one, _ in roots], [one for _, one in roots])
         elif roots:
             accumulate(roots)
-
-    def backward_weight(self, flight: Flight) -> None:
-        """Accumulates what `backward` with `first` left."""
-        flight.rest.run()
 
 
 def _loss(

@@ -13,7 +13,7 @@ first run alone: those that do more than look were refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -42,6 +42,7 @@ from pdcompile.warn import warn
 from pdcompile.weights.source import Registered, registered, replaced
 
 Leaves = dict[str, Any]  # of the caller's, by path
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class Compute:
         self._stage, self._weights, self._device, self._scale = stage, weights, device, scale
         self._autocast = compiled.plan.training.autocast
         self._makes = compiled.makes_tensors(stage)  # of nothing
-        region = [self._region] if self._autocast is not None or self._makes else []
-        self._stage_run = StageRun(stage, streams, *region)
+        region = self._region if self._autocast is not None or self._makes else None
+        self._stage_run = StageRun(stage, streams, region)
         self._whole = bool(compiled.interfaces[stage].opaque)  # its backward cannot be split
         self._recomputes = bool(compiled.plan.stages[stage].recompute)
         self._fetched = compiled.stream.spec.fetched  # weights rest on the host
@@ -136,9 +137,9 @@ class Compute:
             warn(f"stage {self._stage} is compiled {when} {said}")
 
     def forward(
-        self, feed: Feed, microbatch: int, version: int, receive: Callable[[int], Tensor]
+        self, feed: Feed, microbatch: int, version: int, came: Mapping[int, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the stage on W_version; `receive(edge)` gives what came in.
+        """Run the stage on W_version and what came in, by edge.
 
         Returns its outputs by value name.  Raises ContractError when they are not as planned,
         ConfigError when the loss is not a scalar.
@@ -146,7 +147,7 @@ class Compute:
         wiring, leaves = feed.wiring, feed.leaves[microbatch]
         module = self._weights.module(version, wiring.training)
         given = [
-            self._placed(leaves[port.path or ""]) if edge is None else receive(edge)
+            self._placed(leaves[port.path or ""]) if edge is None else came[edge]
             for port, edge in wiring.inputs
         ]
         kept = self._kept(module, given, leaves) if self._recomputes and wiring.training else None
@@ -160,7 +161,7 @@ class Compute:
 
     def _brought(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context in which a stage runs: it has its weights on the device."""
-        return brought(module, self._device) if self._fetched else nullcontext()
+        return brought(module, self._device) if self._fetched else _AS_IT_IS
 
     def _kept(self, module: nn.Module, given: list[Any], leaves: Leaves) -> Kept:
         """Copies of what the forward to come reads and writes."""
@@ -194,25 +195,16 @@ class Compute:
         return self._device.place(leaf) if isinstance(leaf, Tensor) else leaf
 
     def backward(
-        self,
-        feed: Feed,
-        microbatch: int,
-        version: int,
-        receive: Callable[[int], Tensor],
-        *,
-        split: bool = False,
-    ) -> list[tuple[int, Tensor]]:
-        """Accumulate the stage's gradients; `receive(edge)` gives what later stages sent.
+        self, feed: Feed, microbatch: int, version: int, came: Mapping[int, Tensor],
+        *, split: bool = False,
+    ) -> list[tuple[int, Tensor]]:  # fmt: skip
+        """Accumulate the stage's gradients from what later stages sent, by edge.
 
         Returns what goes to earlier stages as (edge, sum).  `split`: only what that needs, and the
         gradients of tied copies, with `backward_weight` to follow.
         """
         self._weights.begin_backward(feed.minibatch, version)
-
-        def gradient(edge: int) -> Tensor | None:
-            came = receive(edge)
-            return None if is_absent(came) else came
-
+        gradients = {edge: None if is_absent(one) else one for edge, one in came.items()}
         passed_on = None
         if split and not self._whole:
             passed_on = [self._weights.parameter(version, fqn) for fqn in self._weights.copies]
@@ -222,22 +214,21 @@ class Compute:
             if isinstance(flight, Kept):  # for the graph that the first run did not keep
                 with replaced(flight.buffers):
                     flight = self._run(feed, microbatch, module, flight.given, flight.leaves)[0]
-            # The gradient that backward begins with at the loss; None: 1.
-            scale = None if self._scale is None else self._scale.scale(feed.minibatch)
-            loss = flight.loss
-            of_loss = None if loss is None or scale is None else torch.full_like(loss, scale)
+            of_loss = None  # the gradient that backward begins with there: 1
+            if self._scale is not None and flight.loss is not None:
+                of_loss = torch.full_like(flight.loss, self._scale.scale(feed.minibatch))
             self._stage_run.backward(
-                flight, feed.wiring, gradient, of_loss=of_loss, first=passed_on
+                flight, feed.wiring, gradients.__getitem__, of_loss=of_loss, first=passed_on
             )
         sent = []
         for edge, entrance in flight.entered.items():
-            found = entrance.take()
-            sent.append((edge, absent(entrance.value) if found is None else found))
+            value, found = entrance.value, entrance.take()
+            sent.append((edge, absent(value) if found is None else found))
         others = chain([gradient for _, gradient in sent], flight.rest.gradients)
         self._weights.separate_gradients(version, map(memory_of, others))
         if split:
-            flight.rest.sent = {memory_of(gradient) for _, gradient in sent}
-            feed.flights[microbatch] = Flight(rest=flight.rest)
+            given = {memory_of(gradient) for _, gradient in sent}
+            feed.flights[microbatch] = Flight(rest=flight.rest, sent=given)
         return sent
 
     def backward_weight(self, feed: Feed, microbatch: int, version: int) -> None:
@@ -245,8 +236,8 @@ class Compute:
         flight = feed.flights.pop(microbatch)
         assert isinstance(flight, Flight)
         self._weights.begin_backward(feed.minibatch, version)
-        self._stage_run.backward_weight(flight)
-        self._weights.separate_gradients(version, flight.rest.sent)
+        flight.rest.run()
+        self._weights.separate_gradients(version, flight.sent)
 
 
 def expected(port: Port, size: int, minibatch: int = 0) -> Expected:

@@ -297,7 +297,7 @@ class Stage:
         meter.now_bytes = alive
         meter.reset_peak()
         with meter:
-            run.backward_weight(rest)
+            rest.rest.run()
         behind = meter.peak_bytes - alive - dead  # of which those that die later are held for sends
         first = max(0, ahead)
         return Resident(resident, first, None, True, alive, max(0, behind), freed, first)
