@@ -144,7 +144,8 @@ def evaluation_minibatch(call: int) -> int:
     return -1 - call
 
 
-#: what `reseed` seeds: the CPU's generator, and the GPU's inside `preserved_rng` of a GPU
+#: what `reseed` seeds: the CPU's generator, or the one that stands for it, and the GPU's inside
+#: `preserved_rng` of a GPU
 _seeded: tuple[torch.Generator, ...] = (torch.default_generator,)
 #: the threads of the calls that run, one thread as often as calls are in one another
 _calling: list[threading.Thread] = []
@@ -166,13 +167,7 @@ def reseed(seed: int) -> None:
     """
     python_draws.announce(seed)
     for generator in _seeded:
-        if generator is torch.default_generator:
-            generator = _host_generator()
         generator.manual_seed(seed)
-
-
-def _host_generator() -> torch.Generator:
-    return torch.default_generator if _here.own is None else _here.own.generator
 
 
 def drawing() -> AbstractContextManager[Any]:
@@ -205,11 +200,12 @@ def preserved_rng(
     """
     global _seeded
     host, outer = torch.default_generator, (_seeded, _here.own)
+    others = _seeded[1:]
     if device is not None and device.type == devices.GPU:
-        _seeded = (host, devices.generator(device))
-    own = OwnDraws() if apart and len(_seeded) == 1 and other_threads() else None
-    states = {one: one.get_state() for one in _seeded if own is None or one is not host}
-    _here.own = own
+        others = (devices.generator(device),)
+    own = OwnDraws() if apart and not others and other_threads() else None
+    states = {one: one.get_state() for one in (host, *others) if own is None}
+    _here.own, _seeded = own, (host if own is None else own.generator, *others)
     try:
         with python_draws.preserved(from_ops=from_ops):
             yield
@@ -338,7 +334,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
     def draw(self) -> None:
         """Seeds the generator for the next draw of the innermost module."""
         if self._replaying:
-            following = self._following.get(_host_generator().initial_seed())
+            following = self._following.get(_seeded[0].initial_seed())
             if following is not None:
                 reseed(following)
             return
