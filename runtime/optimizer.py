@@ -103,8 +103,8 @@ class Updater:
         Raises:
             ConfigError: the step changed one of another stage.
         """
-        self._notice()
-        groups = self.optimizer.param_groups
+        groups, values = self.optimizer.param_groups, self._values()
+        self._notice(values)
         every = [parameter for group in groups for parameter in group["params"]]
         hidden = [(parameter, parameter.grad) for parameter in every if parameter.grad is not None]
         others = [one for one in every if id(one) not in own] if self._homes is None else []
@@ -116,11 +116,11 @@ class Updater:
         update = nullcontext([*gradients]) if self._homes is None else self._homes.update(gradients)
         with update as given:
             _set_gradients(given)
-            self._enter(stage)
-            before = [dict(values) for values in self._values()]
-            written = [copy.deepcopy(_writable(one)) for one in chosen]
+            self._enter(stage, values)
+            before = [dict(one) for one in values]
+            written = [*map(_writable, chosen)]
             writes = [one._version for one in others]
-            with self._rates(stage, minibatch):
+            with nullcontext() if self._scale is None else self._rates(stage, minibatch):
                 self.optimizer.step()
             if [one._version for one in others] != writes:
                 raise ConfigError(
@@ -143,9 +143,10 @@ class Updater:
     def values_of(self, stage: int) -> list[dict[str, Any]]:
         """The values of the param_groups that the next update of a stage begins with, but for the
         scale of its learning rates."""
-        self._notice()
+        groups = self._values()
+        self._notice(groups)
         found = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        groups = self._values()[: -len(found)] + found
+        groups[-len(found) :] = found
         for (n, key), value in self._left_by(stage).items():
             if len(groups) - len(found) <= n < len(groups) and value is not _NOTHING:
                 groups[n][key] = value
@@ -155,7 +156,8 @@ class Updater:
     def _rates(self, stage: int, minibatch: int) -> Iterator[None]:
         """Context of a step with the learning rates of an update of a stage; what the optimizer
         makes of them stays, without their scale."""
-        factor = 1.0 if self._scale is None else self._scale(stage, minibatch)
+        assert self._scale is not None
+        factor = self._scale(stage, minibatch)
         groups = self.optimizer.param_groups if factor != 1.0 else []
         own = [group["lr"] for group in groups]
         scaled = [rate * factor for rate in own]
@@ -173,9 +175,8 @@ class Updater:
         """Attributes of the optimizers, then the values of the groups."""
         return [*map(vars, members(self.optimizer)), *self.optimizer.param_groups]
 
-    def _notice(self) -> None:
+    def _notice(self, values: list[dict[str, Any]]) -> None:
         """Take over, for every stage, what the user has set since the last update."""
-        values = self._values()
         for place, shown in self._shown.items():
             n, key = place
             if n < len(values) and values[n].get(key, _NOTHING) is not shown:
@@ -183,9 +184,8 @@ class Updater:
                 for made in self._made.values():
                     made.pop(place, None)
 
-    def _enter(self, stage: int) -> None:
+    def _enter(self, stage: int, values: list[dict[str, Any]]) -> None:
         """Put back what this stage's last update left."""
-        values = self._values()
         for (n, key), value in self._left_by(stage).items():
             if n < len(values) and value is not _NOTHING:
                 values[n][key] = value
@@ -221,10 +221,10 @@ def _carry_over(
 
 
 def _writable(values: dict[str, Any]) -> dict[str, Any]:
-    """Values that can be written in place, and not only be replaced: not numbers, texts, or tuples
-    of them."""
+    """Copies of values that can be written in place, and not only be replaced: not numbers, texts,
+    or tuples of them."""
     return {
-        key: value
+        key: copy.deepcopy(value)
         for key, value in values.items()
         if type(value) not in _PLAIN
         and not (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
