@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from threading import Event as Flag
 from threading import Thread
@@ -58,13 +59,15 @@ class Fetched(Handle):
             self._done = self._source = None
         return self.tensor
 
-    def then(self, start: Callable[[], Any]) -> Any:
+    def then(self, start: Callable[..., Any], *what: Any) -> Any:
         """Begin what reads the tensor when it has come, and go on; returns the Work of that.
 
         With a starter it begins after all that the starter was given before: what a peer gets comes
         in the order of the program, whether it was on the device or not.
         """
-        return start() if self._starter is None else self._starter.begin(self._done, start)
+        if self._starter is None:
+            return start(*what)
+        return self._starter.begin(self._done, partial(start, *what))
 
 
 class Deferred:

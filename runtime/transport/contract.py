@@ -11,6 +11,7 @@ checked, or may be absent, there is a note ahead of each.
 from __future__ import annotations
 
 import zlib
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -89,8 +90,9 @@ def from_bytes(flat: Tensor, expected: Expected, order: tuple[int, ...]) -> Tens
     return memory.view(shape).permute(sorted(range(len(order)), key=order.__getitem__))
 
 
+@cache
 def natural(order: tuple[int, ...]) -> bool:
-    """True if no dimension changes its place: most messages, for which each call counts."""
+    """True if no dimension changes its place, as in most messages."""
     return order == tuple(range(len(order)))
 
 

@@ -10,7 +10,6 @@ after the other.  NCCL needs that; over gloo it is tested on machines without a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -57,7 +56,7 @@ class Working(Handle):
         self._peer = peer
         self._work: Any = None
         try:
-            self._work = flat.then(partial(begin, *what))
+            self._work = flat.then(begin, *what)
             return
         except RuntimeError as error:
             text = str(error)
