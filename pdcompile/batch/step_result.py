@@ -187,7 +187,7 @@ def scaled_loss(loss: Tensor, weight: float) -> Tensor:
     """
     if weight == 0:
         return torch.zeros_like(loss)
-    return loss * weight
+    return loss if weight == 1 else loss * weight
 
 
 def total_loss(losses: list[Tensor]) -> Tensor:

@@ -142,12 +142,12 @@ class _Graph:
             form: list[Any] = [type(node)]
             for following, _ in node.next_functions:
                 if following is not None:
-                    if following not in numbers:
-                        numbers[following] = len(nodes)
+                    number = numbers.setdefault(following, len(nodes))
+                    if number == len(nodes):
                         nodes.append(following)
-                    form.append(numbers[following])
+                    form.append(number)
             leaf = None if len(form) > 1 else getattr(node, "variable", None)
-            if isinstance(leaf, Tensor):  # the node accumulates into it
+            if leaf is not None:  # the node accumulates into it
                 self.leaves[len(self.forms)] = leaf
                 hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
                 form = [bool(hooked) or id(leaf) in wanted]

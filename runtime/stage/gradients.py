@@ -119,13 +119,17 @@ class StageGradients:
 
         A .grad that was there before was added to where it is, and shares none.
         """
-        if not self._without:
+        if not self._without or not (shared := {*memories}):
             return
-        held, shared = [(fqn, self.parameter(version, fqn)) for fqn in self._without], {*memories}
-        self._without = [fqn for fqn, one in held if one.grad is None]
-        for _, one in held:
-            if one.grad is not None and memory_of(one.grad) in shared:
-                one.grad = one.grad.clone()
+        without = []
+        for fqn in self._without:
+            one = self.parameter(version, fqn)
+            gradient = one.grad
+            if gradient is None:
+                without.append(fqn)
+            elif memory_of(gradient) in shared:
+                one.grad = gradient.clone()
+        self._without = without
 
     def harvest(self, minibatch: int) -> Gradients:
         """The gradients of the update that takes a minibatch, of owned parameters that have one,
