@@ -89,21 +89,19 @@ class Losses(dict[int, Loss]):
         loss.own = total_loss(self._worker.feeds[minibatch].losses)
         loss.parts[self._worker.rank] = self._device.fetch(loss.own)
 
-    def tell(self, minibatch: int, peer: int) -> None:
+    def tell(self, minibatch: int, peer: int, at: Place) -> None:
         loss, worker = self.of(minibatch), self._worker
         if (stages := worker.near.get(peer)) is not None:
             theirs = stages[max(stages)].losses.of(minibatch)
             theirs.parts[worker.rank] = loss.parts[worker.rank]
         elif worker.transport is not None:  # else it is a rank without a stage, in this process
             assert loss.own is not None
-            end = worker.transport.outgoing(Channel(Kind.LOSS, 0, peer))
-            worker.transport.defer(end.send(loss.own, minibatch))
+            worker.transport.defer(at.send(loss.own, minibatch))
 
-    def hear(self, minibatch: int, peer: int) -> None:
+    def hear(self, minibatch: int, peer: int, at: Place) -> None:
         if peer not in self._worker.near:  # else the part is added by who tells it
             expected = Expected((), self._dtype, minibatch)
-            end = self._worker.far.incoming(Channel(Kind.LOSS, 0, peer))
-            self.of(minibatch).parts[peer] = end.receive(expected, minibatch)
+            self.of(minibatch).parts[peer] = at.receive(expected, minibatch)
 
 
 class Worker:
@@ -347,6 +345,10 @@ class Place:
             receiver = stages.get(ins.target) or next(iter(stages.values()))
             which = worker.rank if kind is Kind.TIED else ins.microbatch
             self.near = receiver.slots[Phase.WAIT_RECV, kind, ins.edge, which]
+        elif phase is Phase.HEAR:
+            self.receive = worker.far.incoming(Channel(kind, 0, ins.peer)).receive
+        elif phase is Phase.TELL and worker.transport is not None:
+            self.send = worker.transport.outgoing(Channel(kind, 0, ins.peer)).send
         elif phase is Phase.POST_RECV:
             target = worker.stage if len(worker.held) > 1 and ins.stage >= 0 else -1
             self.receive = worker.far.incoming(Channel(kind, ins.edge, ins.peer, target)).receive
@@ -381,8 +383,8 @@ _OF_ACTION: dict[Action, _Run] = {
     Action.WAIT_NORMS: Worker._wait_norms,
     **dict.fromkeys(OF_REPLICAS, Worker._of_replicas),
     Action.LOSS: lambda one, _, __, minibatch: one.losses.sum(minibatch),
-    Action.TELL_LOSS: lambda one, ins, _, minibatch: one.losses.tell(minibatch, ins.peer),
-    Action.HEAR_LOSS: lambda one, ins, _, minibatch: one.losses.hear(minibatch, ins.peer),
+    Action.TELL_LOSS: lambda one, ins, at, minibatch: one.losses.tell(minibatch, ins.peer, at),
+    Action.HEAR_LOSS: lambda one, ins, at, minibatch: one.losses.hear(minibatch, ins.peer, at),
 }
 
 
