@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
@@ -43,18 +44,31 @@ class Meter:
 
 def python_seconds(pipe: Pipeline, step: Callable[[], Any]) -> float:
     """Of one instruction, on average over a step."""
+    return mean(each_python_seconds(pipe, step))
+
+
+def each_python_seconds(pipe: Pipeline, step: Callable[[], Any]) -> list[float]:
+    """Of each instruction of a step, in their order."""
+    found: list[float] = []
     whole, model = Meter(), Meter()
-    with _metered(pipe, whole, model):
+    execute = whole.around(Worker.execute)
+
+    def noted(*args: Any) -> None:
+        before = whole.seconds - model.seconds
+        execute(*args)
+        found.append(whole.seconds - model.seconds - before)
+
+    with _metered(pipe, noted, model):
         step()
-    return (whole.seconds - model.seconds) / max(1, whole.calls)
+    return found
 
 
 @contextmanager
-def _metered(pipe: Pipeline, whole: Meter, model: Meter) -> Iterator[None]:
+def _metered(pipe: Pipeline, execute: Callable[..., None], model: Meter) -> Iterator[None]:
     session = pipe._session
     assert session is not None
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Worker, "execute", whole.around(Worker.execute)))
+        stack.enter_context(patch.object(Worker, "execute", execute))
         backward = model.around(torch.autograd.backward)
         stack.enter_context(patch.object(torch.autograd, "backward", backward))
         if session.optimizer is not None:
