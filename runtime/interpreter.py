@@ -32,7 +32,6 @@ from pdcompile.runtime.transport.reductions import Norms
 from pdcompile.schedule import Action, Instruction, Kind, Phase
 from pdcompile.schedule.spec import hops
 
-BROADCAST = (Kind.OUTPUT, Kind.STATE)
 #: by minibatch: what one place of a program makes or gets, until it is taken
 Slot = dict[int, Any]
 #: of broadcasts by item and microbatch: the tensors that are here, and what is to arrive

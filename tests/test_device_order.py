@@ -72,7 +72,7 @@ def test_so_do_the_programs_between_calls(plan: Plan, data: st.DataObject) -> No
         programs.of(gradients, count)
         programs.of(refresh)
     if plan.num_ranks > 1:
-        programs.share((Broadcast(Kind.STATE, 0, -1, 0, plan.spec.others(0)),))
+        programs.share((Broadcast(Kind.OUTPUT, 0, -1, 0, plan.spec.others(0)),))
 
 
 @settings(max_examples=40)

@@ -31,15 +31,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_680),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_687,
+        5_683,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_420),
     "verify": (("passes/verify",), 1_515),
     "parts": (("passes/parts", "pdcompile/parts"), 3_954),
-    "runtime": (("runtime",), 9_744),
+    "runtime": (("runtime",), 9_743),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
-        3_575,
+        3_562,
     ),
     "hardware": (("pdcompile/hardware", "passes/probe"), 1_045),
     "reference and integrations": (("pdcompile/reference", "pdcompile/integrations"), 1_195),

@@ -28,7 +28,7 @@ FLUSH = allowed(0)
 
 
 def broadcasts_of(plan: Plan, num_items: int) -> tuple[Broadcast, ...]:
-    """Outputs of the last rank to all others, and a tensor of every other rank to rank 0."""
+    """Outputs of the last rank to all others, and one of every other rank to rank 0."""
     spec = plan.spec
     last = spec.ranks[-1][0]
     outputs = [
@@ -36,8 +36,8 @@ def broadcasts_of(plan: Plan, num_items: int) -> tuple[Broadcast, ...]:
         for item in range(num_items)
         for microbatch in range(plan.training.num_microbatches)
     ]
-    state = [Broadcast(Kind.STATE, rank, -1, rank, (0,)) for rank in spec.others(0)]
-    return (*outputs, *state)
+    others = [Broadcast(Kind.OUTPUT, num_items + r, -1, r, (0,)) for r in spec.others(0)]
+    return (*outputs, *others)
 
 
 def cases(plan: Plan, count: int) -> Iterator[Case]:
@@ -133,7 +133,7 @@ def test_an_order_that_is_exchanged_is_caught_in_broadcasts(rank: int, action: A
 def test_two_ranks_that_first_receive_wait_for_ever() -> None:
     """Each sends the other something, but not before it has what it waits for."""
     plan = make_plan("1f1b", 2, 1)
-    both = (Broadcast(Kind.STATE, 0, -1, 0, (1,)), Broadcast(Kind.STATE, 1, -1, 1, (0,)))
+    both = (Broadcast(Kind.OUTPUT, 0, -1, 0, (1,)), Broadcast(Kind.OUTPUT, 1, -1, 1, (0,)))
     program = share(plan, both)
     check_programs(plan, [program], None, both)
     late = [*program.columns[0][2:], *program.columns[0][:2]]

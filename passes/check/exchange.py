@@ -28,7 +28,7 @@ from pdcompile.schedule.spec import OPERATIONS, Broadcast, PipelineSpec
 
 #: rank, action, item (of an exchange its stage), microbatch, peer
 Told = tuple[int, Action, int, int, int]
-BROADCAST = (Kind.LOSS, Kind.OUTPUT, Kind.STATE)
+BROADCAST = (Kind.LOSS, Kind.OUTPUT)
 EXCHANGED = (Kind.NORMS, Kind.BUFFERS)  # between calls
 
 

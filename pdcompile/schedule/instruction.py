@@ -33,7 +33,7 @@ class Kind(IntEnum):
     LOSS = 5
     EVAL_VALUE = 6
     OUTPUT = 7
-    STATE = 8
+    STATE = 8  # the whole model's, which goes to the first process: needs none either
     CALL = 9  # which call this is: needs no header, it is one
     REDUCE = 10
     BUFFERS = 11
@@ -67,7 +67,7 @@ class Action(StrEnum):
     sends it to one other rank, HEAR_LOSS posts the receive, which the user waits for lazily.
     Replicas of the last stage send one part each; the loss is the sum.
     Broadcasts between calls, from the rank that has something to one that needs it: *_OUTPUT (an
-    output of the last stage; edge field: its number), *_STATE (a tensor of the model).
+    output of the last stage; edge field: its number).
     """
 
     phase: Phase
@@ -110,10 +110,6 @@ class Action(StrEnum):
     WAIT_SEND_OUTPUT = "WAIT_SEND_OUTPUT", Phase.WAIT_SEND, Kind.OUTPUT
     POST_RECV_OUTPUT = "POST_RECV_OUTPUT", Phase.POST_RECV, Kind.OUTPUT
     WAIT_RECV_OUTPUT = "WAIT_RECV_OUTPUT", Phase.WAIT_RECV, Kind.OUTPUT
-    SEND_STATE = "SEND_STATE", Phase.SEND, Kind.STATE
-    WAIT_SEND_STATE = "WAIT_SEND_STATE", Phase.WAIT_SEND, Kind.STATE
-    POST_RECV_STATE = "POST_RECV_STATE", Phase.POST_RECV, Kind.STATE
-    WAIT_RECV_STATE = "WAIT_RECV_STATE", Phase.WAIT_RECV, Kind.STATE
 
     def __new__(cls, text: str, phase: Phase, kind: Kind) -> Action:
         made = str.__new__(cls, text)
@@ -136,8 +132,8 @@ TRANSFERS = (Kind.VALUE, Kind.GRADIENT, Kind.TIED, Kind.WEIGHT)
 #: what devices send each other: values, gradients, sums, weights.  The rest is control: which call
 #: this is, what was lost, and what is brought together between calls
 DATA = frozenset((*TRANSFERS, Kind.EVAL_VALUE, Kind.NORMS, *REPLICATED))
-#: what the edge field counts, as a letter: edges, tied parameters, outputs, names of tensors
-LETTERS = {Kind.TIED: "t", Kind.WEIGHT: "t", Kind.OUTPUT: "o", Kind.STATE: "n"}
+#: what the edge field counts, as a letter: edges, tied parameters, outputs
+LETTERS = {Kind.TIED: "t", Kind.WEIGHT: "t", Kind.OUTPUT: "o"}
 #: the four phases of a transfer: of which action, by what is transferred
 POST_RECV, WAIT_RECV, SEND, WAIT_SEND = (
     {action.kind: action for action in Action if action.phase is phase}

@@ -32,8 +32,8 @@ class Schedule:
         written = [one for column in self.columns for one in column]
         if any(one.target >= 0 for one in written):
             lines.append("#   >R/K to stage K on rank R, which holds several")
-        if any(one.action.kind in (Kind.OUTPUT, Kind.STATE) for one in written):
-            lines.append("#   oK output K, nK tensor K of the model")
+        if any(one.action.kind is Kind.OUTPUT for one in written):
+            lines.append("#   oK output K")
         return "\n".join((*lines, *(f"| {row} |" for row in side_by_side(cells))))
 
 

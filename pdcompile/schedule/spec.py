@@ -63,10 +63,10 @@ class Hops(NamedTuple):
 
 
 class Broadcast(NamedTuple):
-    """A tensor that one rank has and others need: a loss, an output, a part of the state."""
+    """A tensor that one rank has and others need: a loss, an output."""
 
     kind: Kind
-    item: int  # which output, or which tensor of the model
+    item: int  # which output
     microbatch: int
     root: int
     receivers: tuple[int, ...]

@@ -89,6 +89,12 @@ class Homes:
         beside = self._state.beside
         return beside is None or self.of.get(fqn, beside.part) == beside.part
 
+    def saves(self, fqn: str) -> bool:
+        """True where this process saves the optimizer's state of a parameter: the first part does
+        what all step."""
+        beside = self._state.beside
+        return self.at_home(fqn) and (beside is None or self.of.get(fqn, 0) == beside.part)
+
     def own_values(self, fqn: str, values: dict[str, Any]) -> dict[str, Any]:
         """This process's part of the optimizer's state of a parameter."""
         if not self.at_home(fqn):

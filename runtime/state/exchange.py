@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdcompile.errors import CheckpointError, PdcompileError
+from pdcompile.batch import memory_order
+from pdcompile.eager.digest import digest, flat_bytes
+from pdcompile.errors import CheckpointError, ContractError, PdcompileError
+from pdcompile.hardware import devices
 from pdcompile.ir.targets import dtype_name
+from pdcompile.runtime.device import Fetched
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.transport.contract import Expected
+from pdcompile.runtime.transport.contract import Channel, Expected, from_bytes, laid
 from pdcompile.schedule import Kind
-from pdcompile.schedule.spec import Broadcast
 
 
 class Refused(Exception):
@@ -34,8 +37,6 @@ class Exchange:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._number = 0
-        #: numbers of each rank's channels, by name, dtype and shape
-        self._channels: dict[int, dict[tuple[Any, ...], int]] = {}
 
     # -- values --------------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ class Exchange:
         failed: str = "",
         undo: Callable[[], object] = lambda: None,
     ) -> list[Any]:
-        """The values of `part` of the first process of each rank, on every process.
+        """The values of `part` of all processes, on every one.
 
         Args:
             failed: says of a process that it could not make its part.
@@ -80,8 +81,7 @@ class Exchange:
         every, world = self.everywhere(told), session.world
         wrong = next((process for process, one in enumerate(every) if "error" in one), None)
         if wrong is None:
-            first = range(len(every)) if world is None else [p for p, *_ in world.processes]
-            return [every[process]["value"] for process in first]
+            return [one["value"] for one in every]
         if session.is_first:
             undo()
         if world is not None:
@@ -95,33 +95,42 @@ class Exchange:
     def collect(
         self, value: Any, tensors: Mapping[str, Tensor]
     ) -> list[tuple[Any, Mapping[str, Tensor]]]:
-        """Each rank's value and tensors by name, on rank 0; elsewhere [].
+        """Each process's value and tensors by name, on the first one; elsewhere [].
 
-        A channel has tensors of one shape for ever: each name, dtype and shape has its own.
+        Raises:
+            ContractError: other bytes came than were sent.
         """
         session = self._session
         if session.world is None:
             return [(json.loads(json.dumps(value)), tensors)]
-        listed = [(name, dtype_name(one.dtype), one.shape) for name, one in tensors.items()]
-        world, every = session.world, self.everywhere([value, listed])
-        parts = [every[world.places.source(rank)] for rank in range(len(world.processes))]
-        rows = dict[Broadcast, Tensor | Expected]()
-        places: list[dict[str, tuple[int, int]]] = []
-        for rank, (_, theirs) in enumerate(parts):
-            places.append({})
-            known = self._channels.setdefault(rank, {})
-            for name, dtype, shape in theirs:
-                number = known.setdefault((name, dtype, *shape), len(known))
-                place = number * len(parts) + rank, -1  # whatever parts of other ranks have
-                places[rank][name] = place
-                rows[Broadcast(Kind.STATE, *place, rank, (0,) if rank else ())] = (
-                    tensors[name] if rank in session.ranks
-                    else Expected(tuple(shape), getattr(torch, dtype), 0)
-                )  # fmt: skip
-        found = session.share(rows.items())
-        if 0 not in session.ranks:
+        listed = []
+        for name, one in tensors.items():
+            order = memory_order(one)
+            listed.append([name, dtype_name(one.dtype), one.shape, order, digest(laid(one, order))])
+        every = self.everywhere([value, listed])
+        if session.world.process:
+            for one in tensors.values():
+                flat = flat_bytes(devices.to_host(laid(one, memory_order(one))))
+                self._transfer(flat, 0, sending=True)
             return []
-        return [
-            (said, {name: found[place].detach() for name, place in there.items()})
-            for (said, _), there in zip(parts, places, strict=True)
-        ]
+        found: list[tuple[Any, Mapping[str, Tensor]]] = [(every[0][0], tensors)]
+        for peer, (said, theirs) in enumerate(every[1:], 1):
+            came = dict[str, Tensor]()
+            for name, dtype, shape, order, sent in theirs:
+                expected = Expected(tuple(shape), getattr(torch, dtype), 0)
+                memory = torch.empty(max(1, expected.num_bytes), dtype=torch.uint8)
+                if digest(self._transfer(memory, peer, sending=False)) != sent:
+                    raise ContractError(
+                        f"other bytes came from rank {peer} than it sent",
+                        where=name,
+                        remedy="look for faulty memory or network",
+                    )
+                came[name] = from_bytes(memory, expected, tuple(order))
+            found.append((said, came))
+        return found
+
+    def _transfer(self, flat: Tensor, peer: int, *, sending: bool) -> Tensor:
+        """Send bytes to a process, or fill them with what it sends."""
+        control, tag = self._session.workers[0].far.control, Channel(Kind.STATE, 0, peer).tag
+        with self._session.meeting():
+            return control.begin(Fetched(flat), tag, peer, sending=sending).wait()

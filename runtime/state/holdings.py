@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pdcompile.checkpoint.extra_states import scheduler_groups, scheduler_state
@@ -25,7 +23,6 @@ from pdcompile.checkpoint.named_optimizer import (
     settings,
 )
 from pdcompile.checkpoint.plain_values import Encoder
-from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Accumulated
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.session import Session
@@ -91,9 +88,10 @@ def stage_states(
     ]
     found = []
     for worker in session.workers:
-        first, at_home = writes(session, worker), session.homes.at_home
+        first, homes = writes(session, worker), session.homes
         if not (first or (session.world is not None and session.spec.gathers(worker.stage))):
             continue
+        first = first and session.is_first_part
         stage, encoder, owned = worker.stage, Encoder(), worker.weights.owned
 
         def own(names: Sequence[str], stage: int = stage) -> tuple[str, ...]:
@@ -112,7 +110,7 @@ def stage_states(
             older=tuple(older_versions(session, stage, minibatches)),
             waiting=max((waiting[f].minibatches for f in owned if f in waiting), default=0),
             groups=tuple(stored),
-            state={f: encoder.encode(dict(state[f]), f) for f in own([*state]) if at_home(f)},
+            state={f: encoder.encode(dict(state[f]), f) for f in own([*state]) if homes.saves(f)},
             schedulers=tuple(
                 StoredScheduler(n, kind, tuple(map(own, held)), its)
                 for n, kind, held, its in told
@@ -120,28 +118,7 @@ def stage_states(
             ),
         )
         found.append((one, encoder.tensors))
-    return [_of_all_homes(session, one, tensors) for one, tensors in found]
-
-
-def _of_all_homes(
-    session: Session, own: StageState, tensors: dict[str, Tensor]
-) -> tuple[StageState, dict[str, Tensor]]:
-    """The state of a stage with that of parameters whose homes are other parts."""
-    beside, homes = session.beside, session.homes.of
-    if beside is None or not homes:
-        return own, tensors
-    listed = [(name, dtype_name(one.dtype), one.shape) for name, one in tensors.items()]
-    every = beside.tell([own.state, listed])
-    state, known = dict(own.state), {name for name, _, _ in every[0][1]}
-    for part, (theirs, there) in enumerate(every):
-        state |= {f: one for f, one in theirs.items() if homes.get(f) == part}
-        for name, dtype, shape in there:
-            if name not in known:
-                known.add(name)
-                absent = torch.empty(shape, dtype=getattr(torch, dtype))
-                one = tensors[name] if part == beside.part else absent
-                tensors[name] = beside.from_part(part, one)
-    return replace(own, state=state), tensors
+    return found
 
 
 def _whole(session: Session, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -152,9 +152,9 @@ class Loading:
                 f"seed={own}: random numbers (dropout) are others from here on"
             )
         if self._wanted.random_state:  # rank 0's where there were more ranks or fewer
-            alike = session.world is not None and manifest.ranks == session.plan.num_processes
+            alike = manifest.ranks == session.plan.num_processes
             found = dict(manifest.random_states)
-            states = found.get(session.ranks[0] if alike else 0, found.get(0))
+            states = found.get(session.process_number(0) if alike else 0, found.get(0))
             self._generators = states_of(states, f"{contents.place}: random_states")
         self._load_schedulers(saved)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,10 +69,7 @@ def save(
         rows = [*holdings(session, position.minibatches)]
         rows = [row for row in rows if row.holding.kind is not HoldingKind.REPLICA]
         states = stage_states(session, position.minibatches, schedulers)
-        whole = (row._replace(tensor=_whole(session, row)) for row in [*rows, *replicas])
-        if not session.is_first_part:
-            deque(whole, 0)
-            return {}
+        whole = (_whole(session, row) for row in [*rows, *replicas])
         with unwritten(written):
             files = write_stages(written, identity, whole, states, partial(_replica, session))
         stages = [encode(state) for state, _ in states]
@@ -121,14 +118,20 @@ def write_stages(
 
 
 def _replica(session: Session, stage: int) -> int:
-    """Number of this process's rank among those of a stage; the first one of several."""
-    ranks = session.spec.ranks[stage]
-    return min(ranks.index(rank) for rank in session.ranks if rank in ranks)
+    """Number of this process among those of a stage, its parts side by side; the first one of
+    several."""
+    ranks, beside = session.spec.ranks[stage], session.beside
+    replica = min(ranks.index(rank) for rank in session.ranks if rank in ranks)
+    return replica if beside is None else replica * beside.count + beside.part
 
 
-def _whole(session: Session, row: Row) -> Tensor:
-    """The tensor of a row as the model has it; the parts of a stage do it together."""
-    return session.state.whole(row.holding.name, row.tensor) if row.owned else row.tensor
+def _whole(session: Session, row: Row) -> Row:
+    """A row with the tensor as the model has it, which the first part of a stage owns; the parts
+    make it together."""
+    if not row.owned:
+        return row
+    whole = session.state.whole(row.holding.name, row.tensor)
+    return row._replace(tensor=whole, owned=session.is_first_part)
 
 
 def _manifest(
@@ -138,7 +141,7 @@ def _manifest(
     parts: Sequence[Mapping[str, Any]],
     where: str,
 ) -> Manifest:
-    """The manifest of what all ranks have written."""
+    """The manifest of what all processes have written."""
     plan, names, generators = session.plan, session.state.names, parts[0]["generators"]
     files: dict[int, list[Any]] = {}
     for stage, file in (one for part in parts for one in part["files"]):
@@ -169,8 +172,8 @@ def _manifest(
         loss_scale=() if session.loss_scale is None else session.loss_scale.saved(),
         extra_states=encoded_extra_states(session.model),
         random_states=tuple(
-            (rank, part["generators"])
-            for rank, part in enumerate(parts)
-            if rank == 0 or part["generators"] != generators
+            (process, part["generators"])
+            for process, part in enumerate(parts)
+            if process == 0 or part["generators"] != generators
         ),
     )

@@ -35,8 +35,8 @@ def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict
     whole = session.state.whole
     own = {row.holding.name: whole(row.holding.name, row.tensor) for row in rows if row.owned}
     own = own if session.is_first_part else {}
-    for rank, (_, tensors) in enumerate(exchange.collect(None, own)):
-        found |= {name: _on_host(one, live=rank == 0) for name, one in tensors.items()}
+    for process, (_, tensors) in enumerate(exchange.collect(None, own)):
+        found |= {name: _on_host(one, live=process == 0) for name, one in tensors.items()}
     if not session.is_first:
         return {}
     of = {key: fqn for fqn, keys in session.state.names.items() for key in keys}
@@ -59,8 +59,6 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
     states = stage_states(session, minibatches)
     told = [encode(state) for state, _ in states]
     own = {f"{one.stage}/{n}": value for one, tensors in states for n, value in tensors.items()}
-    if not session.is_first_part:
-        told, own = [], {}
     state, groups = dict[str, Any](), list[NamedGroup]()
     for rank, (theirs, came) in enumerate(exchange.collect(told, own)):
         where = f"the state of rank {rank}"

@@ -99,11 +99,6 @@ class PartsGroup(Alone):
 
     # -- what parts tell each other ------------------------------------------------------------
 
-    def from_part(self, part: int, x: Tensor) -> Tensor:
-        """Return one part's tensor on all of them, in host memory; others give one like it."""
-        flat = flat_bytes(devices.to_host(x)) * (part == self.part)
-        return self._collective(self.group, flat, "sum").view(x.dtype).view(x.shape)
-
     def tell(self, value: Any) -> list[Any]:
         """The values of all parts, which JSON takes."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -37,8 +37,8 @@ from pdcompile.runtime.transport.links import Link, Places, Working
 from pdcompile.schedule import Kind
 from pdcompile.schedule.instruction import DATA
 
-#: what stays in host memory: the program reads it, or it is for the user's whole state
-ON_HOST = frozenset((Kind.CALL, Kind.LOSS, Kind.STATE))
+#: what stays in host memory: the program reads it
+ON_HOST = frozenset((Kind.CALL, Kind.LOSS))
 SENT = Fetched(torch.empty(0))  # in place of a message that nobody here waits for
 MAY_LACK = frozenset((Kind.GRADIENT, Kind.TIED))  # may be absent (see `absent`)
 
