@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import weakref
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -56,17 +55,14 @@ class PipelineExit:
         self._thread = threading.get_ident()
         self._last = f"after {call} ({number_in_words(minibatch)})"
 
-    def over(self, *, failed: bool = False) -> None:
+    def over(self) -> None:
         """The pipeline is closed, or its failure is known."""
         self._owner = None  # at the interpreter's end its callback would find nothing here
         if self in _open:
             _open.remove(self)
         if self.watchdog is not None:
             self.watchdog.stop()
-        if failed and self.here and threading.current_thread() is threading.main_thread():
-            if _Hooks.present is not None:
-                _Hooks.present.hastens = True
-        elif not _open:
+        if not _open:
             _Hooks.remove()
 
     def failed(self, error: BaseException) -> None:
@@ -108,8 +104,6 @@ class _Hooks:
     present: _Hooks | None = None
 
     def __init__(self) -> None:
-        #: a pipeline has failed: should that end the program, others wait for its process
-        self.hastens = False
         self._before = sys.excepthook, threading.excepthook
         self._mine = self._of_program, self._of_thread
         sys.excepthook, threading.excepthook = self._mine
@@ -141,8 +135,6 @@ class _Hooks:
             for one in pipelines if not _goes_on() else ():
                 if one in _open:
                     one.end()
-            if self.hastens and not issubclass(kind, KeyboardInterrupt) and not _goes_on():
-                _end()
 
     def _of_thread(self, args: Any) -> None:
         for one in list(_open) if args.exc_value is not None else ():
@@ -152,17 +144,6 @@ class _Hooks:
     def _at_exit(self) -> None:
         for one in list(_open):
             one.end()
-
-
-def _end() -> None:
-    """End as the interpreter does after an error, but for taking all modules apart, which with
-    torch takes half a second."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # closed, or nobody reads it
-            stream.flush()
-    os._exit(1)
 
 
 def _goes_on() -> bool:

@@ -190,7 +190,7 @@ class Guarded:
         self._failures.conclude()
         self._abandon()
         self._failures.seen()
-        self.world.close(failed=True)
+        self.world.close()
         raise first from None
 
     def process_number(self, rank: int) -> int:
@@ -235,7 +235,7 @@ class Guarded:
         self.world.fail(cause, verdict)
         self._abandon()
         self._failures.wait_for_peers()
-        self.world.close(failed=True)
+        self.world.close()
 
     def _abandon(self) -> None:
         """Close the connections, so that peers stop waiting for this rank."""

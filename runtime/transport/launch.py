@@ -174,9 +174,9 @@ class World:
                 self.beside.abandon()
             gc.collect()
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self) -> None:
         """Disconnect, wait for the end of groups, and stop watching."""
-        self.exit.over(failed=failed)
+        self.exit.over()
         self.disconnect()
         device_groups.wait_for_ends()
 
