@@ -11,6 +11,7 @@ all values between calls, before anybody reads a state.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from pdcompile.position import Accumulated
 from pdcompile.runtime.device import Handle
 from pdcompile.runtime.stage.gradients import Gradients
 from pdcompile.runtime.stage.weights import StageWeights
-from pdcompile.runtime.transport.reductions import Gathering, GroupSums, Reduction, Sums, buckets
+from pdcompile.runtime.transport.reductions import Gathering, GroupSums, Reduction, Sums
 from pdcompile.schedule import Action
 
 OF_REPLICAS = (
@@ -67,15 +68,13 @@ class Replicas:
         self._gradients = Reduction(sums, own, apart)
         self._buffers = Reduction(sums, weights.buffers(written))
         self._maxima = maxima
-        #: rows of values of each replica in runs of one dtype, with their names, by update
-        self._largest: dict[int, list[tuple[list[str], Handle]]] = {}
 
     def execute(self, action: Action, minibatch: int) -> None:
         """Run one of `OF_REPLICAS`."""
         weights, number = self._weights, self._weights.update_of(minibatch)
         if action is Action.POST_REDUCE:
             self._gradients.post(number, weights.harvest(minibatch))
-            self._post_maxima(number)
+            self._largest.post(number, self._rows())
             if self._sums.apart:  # the version that the update replaces is there on all of them
                 replaced = {fqn: weights.parameter(number + 1, fqn) for fqn in weights.owned}
                 self._tell(Action.WAIT_REDUCE, minibatch, replaced, digest_of_ends)
@@ -83,7 +82,7 @@ class Replicas:
             if self._sums.apart:
                 self._refuse_unlike(self._unlike(action, minibatch))
             sums = self._gradients.wait(number)
-            self._wait_maxima(number)
+            self._take_largest(number)
             gradients = weights.harvest(minibatch)
             gradients.clear()
             gradients.update({fqn: gradient for fqn, (gradient, _) in sums.items()})
@@ -127,26 +126,26 @@ class Replicas:
         """True if a buffer becomes its mean; one that a step has read is the first replica's."""
         return fqn not in self._maxima and (tensor.is_floating_point() or tensor.is_complex())
 
-    def _post_maxima(self, number: int) -> None:
-        """Tell the other replicas this one's buffers that the optimizer reads."""
-        held, told = self._weights.buffers(self._maxima), list[tuple[list[str], Handle]]()
-        for names in buckets(held, {}):
-            flat = torch.cat([held[name].reshape(-1) for name in names])
-            flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
-            rows = flat.new_zeros(self._sums.size, len(flat))
-            rows[self._sums.index] = flat
-            told.append((names, self._sums.start(rows)))
-        self._largest[number] = told
+    @cached_property
+    def _largest(self) -> Reduction:
+        """Sums of rows, after workers are made: the optimizer asks for buffers then."""
+        return Reduction(self._sums, self._rows())
+
+    def _rows(self) -> dict[str, Tensor]:
+        """This replica's buffers that the optimizer reads, each in its row, in others zeros."""
+        found: dict[str, Tensor] = {}
+        for name, one in self._weights.buffers(self._maxima).items():
+            found[name] = one.new_zeros(self._sums.size, *one.shape)
+            found[name][self._sums.index] = one
+        return found
 
     @torch.no_grad()
-    def _wait_maxima(self, number: int) -> None:
+    def _take_largest(self, number: int) -> None:
         """Take the largest values, unless another replica has made the update with them here."""
-        first = self._weights.first_here
-        held = first.buffers(self._maxima)
-        for names, handle in self._largest.pop(number):
-            each = torch.split(handle.wait().amax(0), [held[name].numel() for name in names])
-            for name, one in zip(names, each, strict=True) if first.newest <= number else ():
-                held[name].copy_(one.view(held[name].shape))
+        first, sums = self._weights.first_here, self._largest.wait(number)
+        for name, held in first.buffers(self._maxima).items() if first.newest <= number else ():
+            rows, _ = sums[name]
+            held.copy_(rows.amax(0))
 
     def _waits(self, minibatch: int) -> bool:
         """True if gradients of this stage wait for others where a minibatch is the next."""
@@ -223,8 +222,7 @@ class Replicas:
     def ready(self, action: Action, minibatch: int) -> bool:
         if action is Action.WAIT_REDUCE:
             number = self._weights.update_of(minibatch)
-            told = self._largest.get(number, ())
-            return self._gradients.ready(number) and all(one.ready() for _, one in told)
+            return self._gradients.ready(number) and self._largest.ready(number)
         if action is Action.WAIT_GATHER and self._gathering is not None:
             return self._gathering.ready(self._weights.update_of(minibatch))
         if action is Action.WAIT_BUFFERS:
@@ -237,7 +235,7 @@ class Replicas:
     def abandon(self) -> None:
         """Forget what is in flight: the connections are about to close."""
         self._digests.clear()
-        self._largest.clear()
+        self._largest.abandon()
         self._gradients.abandon()
         if self._gathering is not None:
             self._gathering.abandon()

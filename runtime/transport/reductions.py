@@ -125,7 +125,24 @@ class _Gathered(Handle):
 Sums = GroupSums | LocalSums
 
 
-class Reduction:
+class _Posted:
+    """Buckets of tensors like these that are on their way, by number; `homes`: the replica that
+    gets or gives each."""
+
+    def __init__(self, sums: Sums, tensors: Mapping[str, Tensor], homes: Mapping[str, int]) -> None:
+        self._sums, self._homes, self._buckets = sums, homes, buckets(tensors, homes)
+        self._posted: dict[int, list[Handle]] = {}
+
+    def ready(self, number: int) -> bool:
+        return all(handle.ready() for handle in self._posted[number])
+
+    def abandon(self) -> None:
+        """Forget what is in flight: the connections are about to close."""
+        self._posted.clear()
+        self._sums.abandon()
+
+
+class Reduction(_Posted):
     """One replica's part in the sums of its stage, of tensors like these, which every one has.
 
     `homes`: the replica that alone gets the sum of each; empty: all get all.
@@ -134,14 +151,13 @@ class Reduction:
     def __init__(
         self, sums: Sums, tensors: Mapping[str, Tensor], homes: Mapping[str, int] | None = None
     ) -> None:
-        self._sums, self._device, self._homes = sums, sums.device, homes or {}
+        self._device = sums.device
         summed = {f: torch.uint8 if t.dtype is torch.bool else t.dtype for f, t in tensors.items()}
         self._like = {
             name: torch.empty_like(one, dtype=summed[name], device="meta")
             for name, one in tensors.items()
         }
-        self._buckets = buckets(self._like, self._homes)
-        self._posted: dict[int, list[Handle]] = {}
+        super().__init__(sums, self._like, homes or {})
 
     def post(self, number: int, tensors: dict[str, Tensor]) -> None:
         """Take all of this replica's tensors, out of the dict, into sum `number`; one that is not
@@ -173,9 +189,6 @@ class Reduction:
             parts.append(self._device.place(tensor.detach().reshape(-1).to(dtype)))
         return torch.cat([*parts, present])
 
-    def ready(self, number: int) -> bool:
-        return all(handle.ready() for handle in self._posted[number])
-
     def wait(self, number: int) -> dict[str, tuple[Tensor, int]]:
         """The sums, each with the number of replicas that had a part; none where nobody had."""
         found: dict[str, tuple[Tensor, int]] = {}
@@ -191,53 +204,38 @@ class Reduction:
                     found[name] = part.view(self._like[name].shape), int(replicas)
         return found
 
-    def abandon(self) -> None:
-        self._posted.clear()
-        self._sums.abandon()
 
-
-class Gathering:
+class Gathering(_Posted):
     """One replica's part in bringing tensors like these from their homes to all replicas.
 
     Without tensors it is a rendezvous: all homes have made the update.
     """
 
-    def __init__(
-        self, sums: GroupSums, tensors: Mapping[str, Tensor], homes: Mapping[str, int]
-    ) -> None:
-        self._sums, self._homes, self._buckets = sums, homes, buckets(tensors, homes)
-        self._posted: dict[int, list[tuple[list[str], Handle]]] = {}
+    _sums: GroupSums
 
     def post(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Give what this replica is the home of, and expect tensors like the others."""
         self._posted[number] = [
-            (bucket, self._sums.spread(self._flat([tensors[n] for n in bucket], home), home))
+            self._sums.spread(self._flat([tensors[n] for n in bucket], home), home)
             for bucket in self._buckets
             for home in (self._homes[bucket[0]],)
-        ] or [([], self._sums.start(torch.zeros(1)))]
+        ] or [self._sums.start(torch.zeros(1))]
 
     def _flat(self, tensors: list[Tensor], home: int) -> Tensor:
         if home == self._sums.index:
             return torch.cat([one.detach().reshape(-1) for one in tensors])
         return tensors[0].new_empty(sum(one.numel() for one in tensors))
 
-    def ready(self, number: int) -> bool:
-        return all(handle.ready() for _, handle in self._posted[number])
-
     @torch.no_grad()
     def wait(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors of other homes."""
-        for bucket, handle in self._posted.pop(number):
+        handles = self._posted.pop(number)
+        for bucket, handle in zip(self._buckets or [[]], handles, strict=True):
             flat = handle.wait()
             if bucket and self._homes[bucket[0]] != self._sums.index:
                 parts = torch.split(flat, [tensors[name].numel() for name in bucket])
                 for name, part in zip(bucket, parts, strict=True):
                     tensors[name].copy_(part.view(tensors[name].shape))
-
-    def abandon(self) -> None:
-        """Forget what is in flight: the connections are about to close."""
-        self._posted.clear()
-        self._sums.abandon()
 
 
 def buckets(tensors: Mapping[str, Tensor], homes: Mapping[str, int]) -> list[list[str]]:
