@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -26,7 +25,7 @@ from pdcompile.options import Options
 from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.runtime.pipeline_state import PipelineState
 from pdcompile.runtime.recording import Recording, together
-from pdcompile.runtime.state.exchange import Exchange
+from pdcompile.runtime.state.exchange import everywhere
 from pdcompile.runtime.state.holdings import replica_buffers, resume_groups
 from pdcompile.runtime.state.load_checkpoint import Wanted, load, note_on_schedulers
 from pdcompile.runtime.state.save_checkpoint import save
@@ -122,7 +121,7 @@ class Saving(PipelineState):
             session.drain(self._num_minibatches)
             session.refresh(self._num_minibatches)
             try:
-                made = save(session, self._exchange, place, self.position, named, apart)
+                made = save(session, place, self.position, named, apart)
             finally:  # each replica goes on with its own
                 for row, own in zip(buffers, apart, strict=True):
                     row.tensor.copy_(own.tensor)
@@ -157,7 +156,7 @@ class Saving(PipelineState):
     def _load(self, place: Path, wanted: Wanted) -> Path:
         with torch.inference_mode(False), self._call("load") as session:
             session.drain(self._num_minibatches)
-            contents = load(session, self._exchange, place, wanted)
+            contents = load(session, place, wanted)
         self._own.took(contents.place)
         self._left = ()
         position = contents.position
@@ -196,7 +195,7 @@ class Saving(PipelineState):
         """
         with self._call("full_state_dict") as session:
             session.drain(self._num_minibatches)
-            state = gather_state(session, self._exchange, self._num_minibatches)
+            state = gather_state(session, self._num_minibatches)
         return with_position(state, self.position) if state else state
 
     def load_state_dict(
@@ -238,7 +237,7 @@ class Saving(PipelineState):
         self._check_optimizer("full_optimizer_state_dict")
         with self._call("full_optimizer_state_dict") as session:
             session.drain(self._num_minibatches)
-            return gather_optimizer(session, self._exchange, self._num_minibatches)
+            return gather_optimizer(session, self._num_minibatches)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of an optimizer of the whole model, on every rank: this process's part.
@@ -252,7 +251,7 @@ class Saving(PipelineState):
         self._check_optimizer("load_optimizer_state_dict")
         with self._call("load") as session:
             session.drain(self._num_minibatches)
-            made = made_groups(session, self._exchange)
+            made = made_groups(session)
         load_optimizer(session, state, made)
         session.end_call()
 
@@ -285,12 +284,8 @@ class Saving(PipelineState):
             )
         self.flush()
         with self._call("recorded") as session:
-            told = self._exchange.everywhere(recording.rows())
+            told = everywhere(session, recording.rows())
             return together(chain(*told)) if session.is_first else ()
-
-    @cached_property
-    def _exchange(self) -> Exchange:
-        return Exchange(self._running)
 
 
 def _place(folder: Folder) -> Path:

@@ -283,7 +283,8 @@ class Session(Guarded):
 
     def load(self, state: Mapping[str, Tensor], minibatches: int) -> None:
         """Overwrite what this process holds, all versions of it, after so many minibatches."""
-        meet = self.meet if self.once else bool  # others may still read what is written here
+        # Others may still read what is written here.
+        meet = self.world.joint.gather if self.world is not None and self.once else bool
         meet()
         self.state.load(state, [worker.weights for worker in self.workers])
         for worker in self.workers:
@@ -398,7 +399,7 @@ class Workers:
             }
             data = Link(groups, world.process, direct=world.direct)
         return GroupTransport(
-            world.group, rank, plan, self._spec.reach, sealed=world.sealed, data=data,
+            world.joint.group, rank, plan, self._spec.reach, sealed=world.sealed, data=data,
             device=session.device, places=world.places,
         )  # fmt: skip
 

@@ -264,23 +264,13 @@ class Guarded:
         with self.guard(), self.meeting():
             return loss.wait()
 
-    def meet(self) -> None:
-        """Wait until every process is here."""
-        assert self.world is not None
-        with self.meeting():
-            try:
-                self.world.group.barrier().wait()
-            except RuntimeError as error:  # gloo does not say who it was: ask the next rank
-                following = (self.world.process + 1) % self.world.size
-                raise PeerLost(following, str(error)) from None
-
     def close(self) -> None:
         """Wait until every rank is here, and destroy what the pipeline made."""
         if self.world is not None:
             with self.meeting():
                 self.workers[0].settle()
                 self._failures.say("left", f"rank {self.world.process} ended in pipe.close()")
-            self.meet()
+            self.world.joint.gather()
             for worker in self.workers:
                 worker.abandon()
             self.world.close()

@@ -29,7 +29,7 @@ from pdcompile.hardware import devices
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.weights import Shared
 from pdcompile.runtime.state.model_state import State
-from pdcompile.runtime.transport.launch import WAIT, World
+from pdcompile.runtime.transport.launch import World
 from pdcompile.schedule.spec import PipelineSpec
 from pdcompile.weights.source import like, registered, replaced
 
@@ -86,7 +86,7 @@ def shared_weights(
             found[fqn] = Shared(one, versions, own, state.updated_here(fqn))
             for version in versions:  # all processes write the same values
                 version.copy_(one.data)
-    world.told("moved")
+    world.joint.gather()
     if file is not None:
         file.close()
     for shared in found.values():
@@ -127,7 +127,7 @@ def _at(memory: Tensor, offset: int, like: Tensor) -> Tensor:
 def _file(world: World, size: int) -> tuple[str, Any]:
     """Path of a file that every process can map; the file, which goes when the process that made it
     closes it."""
-    first, key, file = world.processes[0][world.part], f"memory/{world.part}", None
+    first, path, file = world.processes[0][world.part], "", None
     if world.process == first:
         if sys.platform == "linux":
             file = os.fdopen(os.memfd_create("pdcompile"), "wb")
@@ -136,7 +136,4 @@ def _file(world: World, size: int) -> tuple[str, Any]:
             file = tempfile.NamedTemporaryFile(prefix="pdcompile-")  # noqa: SIM115  (closed when all have it)
             path = file.name
         file.truncate(size)
-        world.store.set(key, path)
-    with world.peers.log.meeting():
-        world.store.wait([key], WAIT)
-    return world.store.get(key).decode(), file
+    return world.told(path)[first], file

@@ -31,7 +31,7 @@ from pdcompile.checkpoint.plain_values import decode
 from pdcompile.errors import CheckpointError, errors_as, some
 from pdcompile.position import Accumulated
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.exchange import Exchange, Refused
+from pdcompile.runtime.state.exchange import Refused, agreed, of_first
 from pdcompile.runtime.state.holdings import (
     Row,
     all_parameters,
@@ -55,7 +55,7 @@ class Wanted(NamedTuple):
     resumes: bool = False
 
 
-def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> Contents:
+def load(session: Session, folder: Path, wanted: Wanted) -> Contents:
     """Load a checkpoint; nothing is in flight, and all ranks are in this call.
 
     Raises:
@@ -66,8 +66,8 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
         found = open_checkpoint(folder)
         return ["" if found.place == folder else found.place.name, found.manifest.identity]
 
-    name, identity = exchange.of_first(opened)
-    made = made_groups(session, exchange)
+    name, identity = of_first(session, opened)
+    made = made_groups(session)
     begun: list[Loading] = []
 
     def part() -> None:
@@ -82,7 +82,7 @@ def load(session: Session, exchange: Exchange, folder: Path, wanted: Wanted) -> 
         begun[0].prepare()
 
     try:
-        exchange.agreed(part, "cannot load its part")
+        agreed(session, part, "cannot load its part")
     except Refused:
         for one in begun:
             one.undo()

@@ -222,7 +222,7 @@ class State:
 
     def own(self, fqn: str, whole: Tensor) -> Tensor:
         """Return what this process has of a tensor of the model."""
-        return whole if self.beside is None else self.beside.own(fqn, whole)
+        return whole if self.beside is None else self._division.own(fqn, whole, self.beside.part)
 
     def own_values(self, fqn: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return this process's part of an optimizer's state of a parameter: what has the shape of
@@ -445,7 +445,7 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
     be parts of models that never existed together, and tied copies would disagree.  Every rank of
     the pipeline calls this with the same names in the same order.
     """
-    every = world.told("start", {fqn: digest(one) for fqn, one in tensors.items()})
+    every = world.told({fqn: digest(one) for fqn, one in tensors.items()})
     if all(one == every[0] for one in every):
         return
     for tensor in tensors.values():
@@ -453,7 +453,7 @@ def same_start(world: World, tensors: Mapping[str, Tensor]) -> None:
             continue
         flat = flat_bytes(devices.to_host(tensor))
         with world.peers.log.meeting():
-            world.group.broadcast(flat, 0).wait()
+            world.joint.group.broadcast(flat, 0).wait()
         if world.process != 0:
             with torch.no_grad():
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
@@ -472,7 +472,7 @@ def same_values(
 
     `shared`: the ranks that hold each tensor that this rank and others hold.
     """
-    every = world.told("shared", {fqn: digest(tensors[fqn]) for fqn in shared})
+    every = world.told({fqn: digest(tensors[fqn]) for fqn in shared})
     for fqn, ranks in shared.items():
         if len({every[p][fqn] for rank in ranks for p in world.processes[rank]}) > 1:
             raise ContractError(

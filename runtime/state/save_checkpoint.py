@@ -27,7 +27,7 @@ from pdcompile.errors import CheckpointError
 from pdcompile.jsonio import decode, encode
 from pdcompile.position import Position
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.exchange import Exchange
+from pdcompile.runtime.state.exchange import agreed, everywhere, of_first
 from pdcompile.runtime.state.holdings import Row, holdings, stage_states
 from pdcompile.schedule.registry import name_of
 
@@ -36,7 +36,6 @@ Written = list[tuple[int, StoredFile]]  # with its stage
 
 def save(
     session: Session,
-    exchange: Exchange,
     folder: Path,
     position: Position,
     schedulers: Mapping[str, Any],
@@ -56,11 +55,11 @@ def save(
             made = checkpoints.begin(folder)
         return [made.name, secrets.token_hex(16)]
 
-    name, identity = exchange.of_first(begin)
+    name, identity = of_first(session, begin)
     written = folder / name
 
     def part() -> dict[str, Any]:
-        if not all(exchange.everywhere(written.is_dir())):
+        if not all(everywhere(session, written.is_dir())):
             raise CheckpointError(
                 "this rank does not see the folder that rank 0 has made",
                 where=str(written),
@@ -76,14 +75,14 @@ def save(
         return {"files": encode(files), "stages": stages, "generators": generators}
 
     undo = partial(checkpoints.discard, written)
-    parts = exchange.agreed(part, "could not write its part", undo)
+    parts = agreed(session, part, "could not write its part", undo)
 
     def close() -> str:
         manifest = _manifest(session, identity, position, parts, str(written))
         with unwritten(written):
             return checkpoints.finish(written, manifest, session.plan.to_json()).name
 
-    place: Path = folder / exchange.of_first(close, undo)
+    place: Path = folder / of_first(session, close, undo)
     return place
 
 

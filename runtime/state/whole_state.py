@@ -24,18 +24,18 @@ from pdcompile.checkpoint.plain_values import Encoder, decode
 from pdcompile.hardware import devices
 from pdcompile.jsonio import encode
 from pdcompile.runtime.session import Session
-from pdcompile.runtime.state.exchange import Exchange
+from pdcompile.runtime.state.exchange import collect, everywhere
 from pdcompile.runtime.state.holdings import all_parameters, holdings, stage_states
 
 
-def gather_state(session: Session, exchange: Exchange, minibatches: int) -> dict[str, Any]:
+def gather_state(session: Session, minibatches: int) -> dict[str, Any]:
     """State of the whole model with its keys, copied to the CPU, on rank 0; elsewhere {}."""
     rows = [row for row in holdings(session, minibatches) if row.holding.kind is HoldingKind.WEIGHT]
     found: dict[str, Tensor] = {}
     whole = session.state.whole
     own = {row.holding.name: whole(row.holding.name, row.tensor) for row in rows if row.owned}
     own = own if session.is_first_part else {}
-    for process, (_, tensors) in enumerate(exchange.collect(None, own)):
+    for process, (_, tensors) in enumerate(collect(session, None, own)):
         found |= {name: _on_host(one, live=process == 0) for name, one in tensors.items()}
     if not session.is_first:
         return {}
@@ -49,7 +49,7 @@ def _on_host(tensor: Tensor, *, live: bool) -> Tensor:
     return found.clone() if live and found.data_ptr() == tensor.data_ptr() else found
 
 
-def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> dict[str, Any]:
+def gather_optimizer(session: Session, minibatches: int) -> dict[str, Any]:
     """The state of an optimizer of the whole model, by name, on rank 0; elsewhere {}.
 
     Raises:
@@ -60,7 +60,7 @@ def gather_optimizer(session: Session, exchange: Exchange, minibatches: int) -> 
     told = [encode(state) for state, _ in states]
     own = {f"{one.stage}/{n}": value for one, tensors in states for n, value in tensors.items()}
     state, groups = dict[str, Any](), list[NamedGroup]()
-    for rank, (theirs, came) in enumerate(exchange.collect(told, own)):
+    for rank, (theirs, came) in enumerate(collect(session, told, own)):
         where = f"the state of rank {rank}"
         for stage in theirs:
             tensor = partial(_of_stage, came, stage["stage"])
@@ -90,7 +90,7 @@ def _of_stage(tensors: Mapping[str, Tensor], stage: int, name: str) -> Tensor:
     return tensors[f"{stage}/{name}"]
 
 
-def made_groups(session: Session, exchange: Exchange) -> list[NamedGroup]:
+def made_groups(session: Session) -> list[NamedGroup]:
     """The optimizers' groups of all ranks."""
     made = session.optimizer
     own = [] if made is None else named_groups(made, names_of(all_parameters(session)))
@@ -100,7 +100,7 @@ def made_groups(session: Session, exchange: Exchange) -> list[NamedGroup]:
     told = [[g.place, g.names, encoder.encode(g.values, "groups"), g.kind] for g in own]
     return [
         NamedGroup(place, tuple(names), decode(values, "groups"), kind)
-        for groups in exchange.everywhere(told)
+        for groups in everywhere(session, told)
         for place, names, values, kind in groups
     ]
 

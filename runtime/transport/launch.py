@@ -9,7 +9,6 @@ used again after a group was destroyed and then meet stale addresses in the stor
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pickle
 import warnings
@@ -37,13 +36,12 @@ from pdcompile.runtime.failure.host_peers import HostPeers, network
 from pdcompile.runtime.failure.watchdog import Watchdog, end_with_launcher
 from pdcompile.runtime.transport import device_groups
 from pdcompile.runtime.transport.links import Places
-from pdcompile.runtime.transport.parts_group import PartsGroup
+from pdcompile.runtime.transport.parts_group import WAIT, JointGroup, PartsGroup
 from pdcompile.runtime.transport.start_up import Seal, StartUp
 
 Made = TypeVar("Made")
 _TRANSPORT, _DEBUG = "PDCOMPILE_TRANSPORT", "PDCOMPILE_DEBUG"
 _TIMEOUT = timedelta(minutes=30)
-WAIT = timedelta(hours=24)  # others read weights meanwhile; the watchdog knows who has failed
 _stores: list[Any] = []  # the store of this process, once it was needed
 _numbers: Counter[str] = Counter()  # names used so far, in the same order on every rank
 
@@ -95,10 +93,11 @@ class World:
         self.failures = Failures(every, start.rank, start.size, self.peers)
         self.watchdog.start()
         start.over()
-        self.group: Any = None
+        following = (self.process + 1) % self.size
+        self.joint = JointGroup(None, self.size, self.peers.log, following)
         self.beside: PartsGroup | None = None
         try:
-            self.group = self._connected(every, self.process, self.size)
+            self.joint.group = self._connected(every, self.process, self.size)
             if len(those := self.processes[self.rank]) > 1:
                 column = PrefixStore(f"stage/{self.rank}", every)
                 group = self._connected(column, self.part, len(those))
@@ -136,14 +135,11 @@ class World:
         with self.peers.log.meeting():
             return device_groups.connected(store, self.process, processes, device.device, _TIMEOUT)
 
-    def told(self, name: str, value: Any = None) -> list[Any]:
-        """The values of all processes, which JSON takes; each of them calls this once, and may take
-        its time."""
-        keys = [f"{name}/{process}" for process in range(self.size)]
-        self.store.set(keys[self.process], json.dumps(value))
-        with self.peers.log.meeting():
-            self.store.wait(keys, WAIT)
-        return [json.loads(self.store.get(key)) for key in keys]
+    def told(self, value: Any = None) -> list[Any]:
+        """The values of all processes, which JSON takes; each of them makes the same calls, and may
+        take its time."""
+        self.joint.gather()
+        return self.joint.tell(value)
 
     def _connected(self, store: Any, rank: int, size: int) -> Any:
         options = gloo_options()
@@ -168,8 +164,8 @@ class World:
 
     def disconnect(self) -> None:
         """Close the connections: once no message holds on to them, peers stop waiting."""
-        if self.group is not None:
-            self.group = None
+        if self.joint.group is not None:
+            self.joint.abandon()
             if self.beside is not None:
                 self.beside.abandon()
             gc.collect()

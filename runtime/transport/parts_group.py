@@ -1,16 +1,20 @@
-"""Ranks that are the parts of one stage: conversions, sums of gradients, and what they compare.
+"""Processes that make the same calls in the same order, and tell each other values: all of a
+pipeline at its start and between calls, and the parts of one stage, which run one program.
 
-All of them make the same calls in the same order, for they run one program.
+Parts also make conversions, sum gradients, and compare what they hold.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import BarrierOptions
 
 from pdcompile.eager.digest import flat_bytes
 from pdcompile.hardware import devices
@@ -19,22 +23,72 @@ from pdcompile.parts.shard import Division
 from pdcompile.runtime.failure.instruction_log import InstructionLog, Outside
 from pdcompile.runtime.transport.links import lost
 
+WAIT = timedelta(hours=24)  # others read weights meanwhile; the watchdog knows who has failed
 Rows = Sequence[Sequence[Tensor]]  # tensors for each part, or of each
 
 
-class PartsGroup(Alone):
+class JointGroup:
+    """Processes with a group of gloo; `next_process` is asked about a connection that broke."""
+
+    where = Outside.MEETING
+
+    def __init__(self, group: Any, count: int, log: InstructionLog, next_process: int) -> None:
+        self.group, self.count = group, count
+        self._log, self._next = log, next_process
+
+    def gather(self) -> None:
+        """Wait until all are here, each of which may take its time."""
+        options = BarrierOptions()
+        options.timeout = WAIT
+        self._ended(lambda: (None, self.group.barrier(options)))
+
+    def tell(self, value: Any = None) -> list[Any]:
+        """The values of all, which JSON takes."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = self._collective(self.group, torch.tensor([len(text)]), "gather")
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(text)] = text
+        rows = self._collective(self.group, padded, "gather")
+        pairs = zip(rows, sizes.flatten().tolist(), strict=True)
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in pairs]
+
+    def _collective(self, group: Any, x: Tensor, kind: str) -> Tensor:
+        found: Tensor = self._ended(partial(begun, group, x.contiguous(), kind, self.count))
+        return found
+
+    def _ended(self, begin: Callable[[], tuple[Any, Any]]) -> Any:
+        """The result of a collective; `begin` gives it with the Work that fills it."""
+        with self._log.meeting(self.where):
+            try:
+                result, work = begin()
+                work.wait()
+            except RuntimeError as error:
+                text = str(error)
+            else:
+                return result
+            finally:
+                del begin  # connections close when the last reference is gone
+                work = None
+        raise lost(self._next, text)
+
+    def abandon(self) -> None:
+        """Let go of the group, so that connections can close."""
+        self.group = None
+
+
+class PartsGroup(JointGroup, Alone):
     """One part, beside the others of its stage and replica.
 
-    `group` is theirs alone, over gloo; `on_devices` another one over NCCL, where they have GPUs of
-    their own.  `next_process`: is asked about a connection that broke.
+    `group` is theirs alone; `on_devices` another one over NCCL, where they have GPUs of their own.
     """
+
+    where = Outside.PARTS
 
     def __init__(
         self, group: Any, part: int, division: Division, log: InstructionLog, next_process: int
     ) -> None:
-        super().__init__(division.parts, part)
-        self.division, self.group, self.on_devices = division, group, None
-        self._log, self._next = log, next_process
+        super().__init__(group, division.parts, log, next_process)
+        self.part, self.division, self.on_devices = part, division, None
 
     # -- conversions ---------------------------------------------------------------------------
 
@@ -42,19 +96,6 @@ class PartsGroup(Alone):
         if self.on_devices is not None and not devices.on_host(x):
             return self._collective(self.on_devices, x, at.kind)
         return self._collective(self.group, devices.to_host(x.detach()), at.kind).to(x.device)
-
-    def _collective(self, group: Any, x: Tensor, kind: str) -> Tensor:
-        with self._log.meeting(Outside.PARTS):
-            try:
-                result, work = begun(group, x.contiguous(), kind, self.count)
-                work.wait()
-            except RuntimeError as error:
-                text = str(error)
-            else:
-                return result
-            finally:
-                group = work = None  # connections close when the last reference is gone
-            raise lost(self._next, text)
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of what the parts have."""
@@ -76,14 +117,10 @@ class PartsGroup(Alone):
         ]
 
     def abandon(self) -> None:
-        """Let go of the group, so that connections can close."""
-        self.group = self.on_devices = None
+        super().abandon()
+        self.on_devices = None
 
     # -- tensors of the model ------------------------------------------------------------------
-
-    def own(self, fqn: str, whole: Tensor) -> Tensor:
-        """Return what this part holds of a tensor."""
-        return self.division.own(fqn, whole, self.part)
 
     def whole(self, fqn: str, own: Tensor) -> Tensor:
         """A tensor of the model in host memory, from what all parts hold of it."""
@@ -96,21 +133,6 @@ class PartsGroup(Alone):
         """Sums over parts the gradients of which each has a share, in place of these."""
         for fqn in sorted(self.division.summed.intersection(gradients)):
             gradients[fqn] = self.summed(gradients[fqn])
-
-    # -- what parts tell each other ------------------------------------------------------------
-
-    def tell(self, value: Any) -> list[Any]:
-        """The values of all parts, which JSON takes."""
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self._gathered(torch.tensor([len(text)]))
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: len(text)] = text
-        rows = self._gathered(padded)
-        pairs = zip(rows, sizes.flatten().tolist(), strict=True)
-        return [json.loads(bytes(row[:size].tolist())) for row, size in pairs]
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        return self._collective(self.group, x, "gather")
 
 
 _SUM, _GATHER, _SWAP = (At(kind, "between stages", kind) for kind in ("sum", "gather", "swap"))
