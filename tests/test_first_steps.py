@@ -253,7 +253,7 @@ def test_training_that_trains_nothing_is_refused_and_evaluation_is_not(
         ({"weight": 3}, "of type int", "state_dict()"),
         ({"model": {"weight": torch.ones(8, 8)}}, "nothing called model", "['model']"),
         ({"module.weight": torch.ones(8, 8)}, "module.weight", "removeprefix('module.')"),
-        ({"wieght": torch.ones(8, 8)}, r"wieght \(1 of 1 names\)", "nearest name is weight"),
+        ({"wieght": torch.ones(8, 8)}, r"wieght \(1 of 1 names\)", "did you mean 'weight'"),
     ],
 )
 def test_states_that_cannot_be_loaded(state: Any, message: str, remedy: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from pdcompile.checkpoint.manifest import (
 )
 from pdcompile.checkpoint.named_optimizer import NamedGroup
 from pdcompile.checkpoint.plain_values import decode
-from pdcompile.errors import CheckpointError, errors_as, some
+from pdcompile.errors import CheckpointError, did_you_mean, errors_as, some
 from pdcompile.files import read_limited
 from pdcompile.ir.targets import dtype_name
 from pdcompile.position import Accumulated, Position
@@ -81,12 +80,11 @@ class Contents:
         if missing or unknown:
             parts = [f"the model has {some(missing)}, the checkpoint does not"] if missing else []
             parts += [f"the checkpoint has {some(unknown)}, the model does not"] if unknown else []
-            near = get_close_matches((missing or unknown)[0], list(unknown or self._first), n=1)
-            hint = f"; the nearest name is {near[0]}" if near and missing else ""
+            near = did_you_mean(missing[0], unknown or self._first) if missing else ""
             raise CheckpointError(
                 "; ".join(parts),
                 where=str(self.place),
-                remedy=f"load a checkpoint of this model{hint}",
+                remedy=f"{near}load a checkpoint of this model",
             )
         for name, (shape, dtype) in tensors.items():
             stored = self._weights[self._first[name]]

@@ -7,7 +7,6 @@ weights of rank 0, as after one process had built the model.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
@@ -18,7 +17,7 @@ from pdcompile.checkpoint.extra_states import extra_states, set_extra_states
 from pdcompile.compiled import Compiled
 from pdcompile.eager.digest import digest, flat_bytes
 from pdcompile.eager.module_copies import copy_of, twin_with
-from pdcompile.errors import ConfigError, ContractError, InputError, some
+from pdcompile.errors import ConfigError, ContractError, InputError, did_you_mean, some
 from pdcompile.hardware import devices
 from pdcompile.ir.records import TensorInfo
 from pdcompile.ir.stage_interface import holding_stages
@@ -110,10 +109,8 @@ def _renamed(
         if known.endswith(f".{first}"):
             prefix = known.removesuffix(first)
             return f"put {prefix!r} before the names: the model holds {known}"
-    near = get_close_matches(first, list(shapes), n=1)
-    example = near[0] if near else next(iter(shapes), "")
-    hint = f"the nearest name is {example}" if near else f"its names are such as {example}"
-    return f"load a state of this model; {hint}"
+    near = did_you_mean(first, shapes) or f"its names are such as {next(iter(shapes), '')}; "
+    return f"{near}load a state of this model"
 
 
 class State:
