@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,23 +39,23 @@ class JointGroup:
         """Wait until all are here, each of which may take its time."""
         options = BarrierOptions()
         options.timeout = WAIT
-        self._ended(lambda: (None, self.group.barrier(options)))
+        self._done(lambda: (torch.empty(0), self.group.barrier(options)))
 
     def tell(self, value: Any = None) -> list[Any]:
         """The values of all, which JSON takes."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self._collective(self.group, torch.tensor([len(text)]), "gather")
+        sizes = self._collective(torch.tensor([len(text)]), "gather")
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(text)] = text
-        rows = self._collective(self.group, padded, "gather")
+        rows = self._collective(padded, "gather")
         pairs = zip(rows, sizes.flatten().tolist(), strict=True)
         return [json.loads(row[:size].numpy().tobytes()) for row, size in pairs]
 
-    def _collective(self, group: Any, x: Tensor, kind: str) -> Tensor:
-        found: Tensor = self._ended(partial(begun, group, x.contiguous(), kind, self.count))
-        return found
+    def _collective(self, x: Tensor, kind: str, group: str = "group") -> Tensor:
+        # No frame holds the group: connections close when the last reference to it is gone.
+        return self._done(lambda: begun(getattr(self, group), x.contiguous(), kind, self.count))
 
-    def _ended(self, begin: Callable[[], tuple[Any, Any]]) -> Any:
+    def _done(self, begin: Callable[[], tuple[Tensor, Any]]) -> Tensor:
         """The result of a collective; `begin` gives it with the Work that fills it."""
         with self._log.meeting(self.where):
             try:
@@ -67,9 +66,8 @@ class JointGroup:
             else:
                 return result
             finally:
-                del begin  # connections close when the last reference is gone
                 work = None
-        raise lost(self._next, text)
+            raise lost(self._next, text)
 
     def abandon(self) -> None:
         """Let go of the group, so that connections can close."""
@@ -94,8 +92,8 @@ class PartsGroup(JointGroup, Alone):
 
     def meet(self, x: Tensor, at: At) -> Tensor:
         if self.on_devices is not None and not devices.on_host(x):
-            return self._collective(self.on_devices, x, at.kind)
-        return self._collective(self.group, devices.to_host(x.detach()), at.kind).to(x.device)
+            return self._collective(x, at.kind, "on_devices")
+        return self._collective(devices.to_host(x.detach()), at.kind).to(x.device)
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of what the parts have."""
