@@ -182,19 +182,20 @@ def fault(kind: str, worker: Any, ins: Any, execute: Callable[[], None]) -> None
         ends[kind]()
         execute()
     elif kind == "lost message":
-        transport = worker.transport
-        send, transport.send = transport.send, lambda *given, **named: _Lost()
+        *_, place = worker._bound(ins).args
+        send, place.send = place.send, lambda *given: _Lost()
         execute()
-        transport.send = send
+        place.send = send
     else:  # a bit of a message, after its sender has noted the checksum
+        from pdcompile.eager.digest import flat_bytes
         from pdcompile.runtime.transport.contract import HEADER_LENGTH
 
         link = worker.transport.control
         start = link.start
 
         def flipped(flat: Any, *given: Any, **named: Any) -> Any:
-            if flat.tensor.numel() != 8 * HEADER_LENGTH:  # no note
-                flat.wait()[0] ^= 1
+            if flat.tensor.nbytes != 8 * HEADER_LENGTH:  # no note
+                flat_bytes(flat.wait())[0] ^= 1
             return start(flat, *given, **named)
 
         link.start = flipped
