@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,6 +66,16 @@ def holdings(session: Session, minibatches: int) -> Iterator[Row]:
             if fqn in waiting and (gradient := waiting[fqn].gradient) is not None:
                 yield Row(Holding(HoldingKind.ACCUMULATED, fqn), gradient, worker, True)
     yield from replica_buffers(session)
+
+
+def whole_rows(session: Session, rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows that this process shows and saves, with tensors as the model has them: the parts of
+    a stage make them together, and the first one has them."""
+    for row in rows:
+        if row.owned:
+            whole = session.state.whole(row.holding.name, row.tensor)
+            if session.is_first_part:
+                yield row._replace(tensor=whole)
 
 
 def stage_states(

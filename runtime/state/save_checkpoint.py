@@ -28,7 +28,7 @@ from pdcompile.jsonio import decode, encode
 from pdcompile.position import Position
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import agreed, everywhere, of_first
-from pdcompile.runtime.state.holdings import Row, holdings, stage_states
+from pdcompile.runtime.state.holdings import Row, holdings, stage_states, whole_rows
 from pdcompile.schedule.registry import name_of
 
 Written = list[tuple[int, StoredFile]]  # with its stage
@@ -68,7 +68,7 @@ def save(
         rows = [*holdings(session, position.minibatches)]
         rows = [row for row in rows if row.holding.kind is not HoldingKind.REPLICA]
         states = stage_states(session, position.minibatches, schedulers)
-        whole = (_whole(session, row) for row in [*rows, *replicas])
+        whole = whole_rows(session, [*rows, *replicas])
         with unwritten(written):
             files = write_stages(written, identity, whole, states, partial(_replica, session))
         stages = [encode(state) for state, _ in states]
@@ -106,9 +106,8 @@ def write_stages(
             ending = HoldingKind.OPTIMIZER.value[0] + f"-{replica:03d}" * (replica > 0)
             files[state.stage, ending] = dict(of_optimizer)
     for row in rows:
-        if row.owned:
-            ending, key = row.holding.place
-            files[row.worker.stage, ending][key] = row.tensor
+        ending, key = row.holding.place
+        files[row.worker.stage, ending][key] = row.tensor
     return [
         (stage, write_tensors(folder / name, tensors, identity))
         for (stage, ending), tensors in sorted(files.items(), key=lambda one: one[0])
@@ -122,15 +121,6 @@ def _replica(session: Session, stage: int) -> int:
     ranks, beside = session.spec.ranks[stage], session.beside
     replica = min(ranks.index(rank) for rank in session.ranks if rank in ranks)
     return replica if beside is None else replica * beside.count + beside.part
-
-
-def _whole(session: Session, row: Row) -> Row:
-    """A row with the tensor as the model has it, which the first part of a stage owns; the parts
-    make it together."""
-    if not row.owned:
-        return row
-    whole = session.state.whole(row.holding.name, row.tensor)
-    return row._replace(tensor=whole, owned=session.is_first_part)
 
 
 def _manifest(

@@ -25,16 +25,14 @@ from pdcompile.hardware import devices
 from pdcompile.jsonio import encode
 from pdcompile.runtime.session import Session
 from pdcompile.runtime.state.exchange import collect, everywhere
-from pdcompile.runtime.state.holdings import all_parameters, holdings, stage_states
+from pdcompile.runtime.state.holdings import all_parameters, holdings, stage_states, whole_rows
 
 
 def gather_state(session: Session, minibatches: int) -> dict[str, Any]:
     """State of the whole model with its keys, copied to the CPU, on rank 0; elsewhere {}."""
     rows = [row for row in holdings(session, minibatches) if row.holding.kind is HoldingKind.WEIGHT]
     found: dict[str, Tensor] = {}
-    whole = session.state.whole
-    own = {row.holding.name: whole(row.holding.name, row.tensor) for row in rows if row.owned}
-    own = own if session.is_first_part else {}
+    own = {row.holding.name: row.tensor for row in whole_rows(session, rows)}
     for process, (_, tensors) in enumerate(collect(session, None, own)):
         found |= {name: _on_host(one, live=process == 0) for name, one in tensors.items()}
     if not session.is_first:
