@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import namedtuple
 
 import pytest
@@ -148,3 +149,16 @@ def test_what_there_is_instead_of_an_attribute_is_said() -> None:
     again = copy.copy(result)
     assert again.outputs == {"logits": 1}
     assert not hasattr(result.loss, "backward")
+
+
+def test_a_result_is_pickled_as_what_came() -> None:
+    delivery = Delivery()
+    delivery.arrived = True
+    outputs = torch.arange(3)
+    result = StepResult(LazyLoss(delivery.resolve), lambda: {"logits": outputs})
+    again = pickle.loads(pickle.dumps(result))
+    assert float(again.loss) == 2.5
+    assert torch.equal(again.outputs["logits"], outputs)
+    assert again.outputs is again.outputs
+    assert pickle.loads(pickle.dumps(result.loss)).done()
+    assert pickle.loads(pickle.dumps(StepResult(None, lambda: None))).loss is None

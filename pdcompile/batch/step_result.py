@@ -42,20 +42,18 @@ class LazyLoss:
     def __init__(
         self, resolve: Callable[[], Tensor], ready: Callable[[], bool] = lambda: True
     ) -> None:
-        self._resolve: Callable[[], Tensor] | None = resolve
-        self._ready: Callable[[], bool] | None = ready
+        self._resolve, self._ready = resolve, ready
         self._value: Tensor | None = None
 
     def done(self) -> bool:
         """True if `item` would return at once."""
-        return self._value is not None or (self._ready is not None and self._ready())
+        return self._value is not None or self._ready()
 
     def wait(self) -> Tensor:
         """Waits, and returns the loss as a detached 0-dim tensor."""
         if self._value is None:
-            assert self._resolve is not None
             self._value = self._resolve().detach()
-            self._resolve = self._ready = None  # frees the tensors that they refer to
+            self._resolve, self._ready = self._value.detach, bool  # frees what they refer to
         return self._value
 
     def item(self) -> float:
@@ -95,8 +93,6 @@ class LazyLoss:
     if not TYPE_CHECKING:  # else every attribute would seem to exist
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name in self.__slots__:  # while it is copied
-                raise AttributeError(name)
             hint = (
                 "step has run backward already, and the update; forward_backward does without "
                 "the update"
@@ -107,6 +103,9 @@ class LazyLoss:
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyLoss, (self.wait().detach,)  # a copy or a pickle has no pipeline behind it
 
     def __repr__(self) -> str:
         # Printing for debugging must not drain a pipeline.
@@ -139,10 +138,11 @@ class StepResult:
     if not TYPE_CHECKING:  # else every attribute would seem to exist
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name in self.__slots__:  # while it is copied
-                raise AttributeError(name)
             hint = "it has loss and outputs, what the model returned: result.outputs"
             raise AttributeError(f"a result has no {name!r}: {hint}", name=name, obj=self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepResult, (self.loss, [self.outputs].pop)
 
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss!r})"
