@@ -14,7 +14,7 @@ from pdcompile.plan import Plan
 from pdcompile.schedule.registry import KINDS, find, flush_schedules, kind_of
 from pdcompile.schedule.written import SUFFIX, Written, check_suffix, read
 
-STAGES = 4  # of a schedule by name, where nobody says
+STAGES, MOST = 4, 1_000  # of a schedule by name, where nobody says; more take minutes to write
 
 
 @verb()
@@ -27,7 +27,8 @@ def schedule(
         ),
     ],
     stages: Annotated[
-        int | None, typer.Option(min=1, help=f"Stages of a schedule by name; default: {STAGES}.")
+        int | None,
+        typer.Option(min=1, max=MOST, help=f"Stages of a schedule by name; default: {STAGES}."),
     ] = None,
     ranks: Annotated[
         int | None,

@@ -125,7 +125,7 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
                 message += f"{plan.training.schedule!r} runs {most} on a rank"
                 others = several_a_rank(len(stages))
                 yield path, message, f"give every rank to one stage, or use schedule {others}"
-    yield from _turns(plan)
+    yield from _turns(plan, held)
     shared = {rank: stages for rank, stages in held.items() if len(stages) > 1}
     if shared:
         yield from _equal_replicas(plan, shared)
@@ -133,7 +133,7 @@ def _ranks(plan: Plan) -> Iterator[Finding]:
         yield from _placement(plan, held)
 
 
-def _turns(plan: Plan) -> Iterator[Finding]:
+def _turns(plan: Plan, held: dict[int, list[int]]) -> Iterator[Finding]:
     """Findings of turns that replicas cannot take."""
     kind = plan.training.kind
     for s, stage in enumerate(plan.stages):
@@ -147,9 +147,9 @@ def _turns(plan: Plan) -> Iterator[Finding]:
         if stage.turns and kind.updates_each and not kind.alone:
             message = f"turns under {kind.name!r}, where an update is of one microbatch of each"
             yield path, message, "leave turns out, or use another schedule"
-        before = [t for t in plan.stages[:s] if {*t.ranks} & {*stage.ranks}]
-        if any(one.turns != stage.turns for one in before):
-            message = f"stages {before[0].index} and {s} share ranks, and have unlike turns"
+        firsts = [plan.stages[held[rank][0]] for rank in stage.ranks]
+        for one in [one for one in firsts if one.turns != stage.turns]:
+            message = f"stages {one.index} and {s} share ranks, and have unlike turns"
             yield path, message, "write the same turns for all stages of a rank"
 
 
