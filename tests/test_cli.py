@@ -334,6 +334,35 @@ def test_plan_leaves_its_target_as_it_is(tmp_path: Path, call: Call) -> None:
     assert target.read_text(encoding="utf-8") == text
 
 
+def test_results_are_refused_before_the_work(
+    plan_file: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that cannot be written, one of two results, and one of a file that is read."""
+
+    def worked(*_: object) -> None:
+        raise AssertionError("it began to work")
+
+    monkeypatch.setattr("pdcompile.workload.load_target", worked)
+    monkeypatch.setattr("pdcompile.cli.options.load_target", worked)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text("kept", encoding="utf-8")
+    target = "target.py:build"
+    taken = "take the place of the file that it is made from, or of another result"
+    for words, said in (
+        (("plan", target, "-o", f"{plan_file}/plan.json"), "cannot write the file"),
+        (("plan", target, "-o", str(tmp_path)), "cannot write the file: Is a directory"),
+        (("plan", target, "--cluster", str(cluster), "-o", str(cluster)), taken),
+        (("plan", target, "--optimizer", f"{cluster}:sgd", "-o", str(cluster)), taken),
+        (("run", target, "--trace", f"{plan_file}/t.json"), "cannot write the file"),
+        (("run", target, "--plan", str(plan_file), "--trace", str(plan_file)), taken),
+        (("simulate", str(plan_file), *("--html", "one", "--trace", "./one")), taken),
+    ):
+        code, _, err = call(*words)
+        assert (code, said in " ".join(err.split())) == (2, True), (words, err)
+    assert cluster.read_text(encoding="utf-8") == "kept"
+    assert not Path("one").exists()
+
+
 @pytest.mark.parametrize("option", ["--html", "--trace"])
 def test_simulate_leaves_its_plan_as_it_is(plan_file: Path, call: Call, option: str) -> None:
     before = plan_file.read_bytes()

@@ -89,7 +89,7 @@ def test_an_edited_schedule_is_planned_and_run(tmp_path: Path, call: Call) -> No
          "as many stages on every rank, 1 at most"),
         (["interleaved", "--stages", "5", "--ranks", "2"], "5 stages on 2 ranks", "as many stages"),
         (["bad.csv", "--stages", "2"], "--stages 2 would have no effect", "leave --stages out"),
-        (["1f1b", "--stages", "100000"], "Invalid value for '--stages'", "less than or equal to 1000"),
+        (["1f1b", "--stages", "100000"], "Invalid value for '--stages'", "less than or equal to"),
         (["1f1b", "-o", "mine.txt"], "written to .csv, not to .txt", "mine.csv"),
         (["1f1b", "-o", ""], "written to .csv, not to .", "mine.csv"),
         (["mine.json"], "cannot read the plan: No such file", "give a plan.json, which"),

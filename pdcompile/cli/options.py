@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdcompile.cli.app import app, unwrapped
-from pdcompile.cli.output import Result
+from pdcompile.cli.output import Result, check_places, is_first_rank
 from pdcompile.errors import ConfigError
 from pdcompile.options import Options, texts
 from pdcompile.options.row import Flag, Row, rows_of
@@ -315,6 +315,8 @@ def _as_command(verb: Callable[..., Result | None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def wrapped(*, as_json: bool, **given: Any) -> None:
+        if is_first_rank():
+            check_places(given)
         made = {}
         for name, (kind, parameters) in groups.items():
             values = {one.name: given.pop(one.name) for one in parameters}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ from pdcompile.report.labels import Terminal
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
-
+RESULTS = ("output", "html", "trace")  # arguments of verbs that name the file of a result
+_TAKEN = "the result would take the place of the file that it is made from, or of another result"
+_ELSEWHERE = "choose another place for it"
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
@@ -107,19 +109,35 @@ def as_written(value: Any) -> msgspec.Raw | None:
     return None if value is None else msgspec.Raw(value.to_json().encode())
 
 
-def write_text(path: Path, text: str, read: Path | None = None) -> None:
+def check_places(given: Mapping[str, Any]) -> None:
+    """Check, before the work, that a command's results can be written: `given` are its arguments.
+
+    Raises:
+        ConfigError: as `write_text`; or a place is that of another result, or of a file that is
+            read: ``-o`` alone may name the plan or schedule that it is made from.
+    """
+    for name in [one for one in RESULTS if given.get(one) not in (None, Path())]:
+        path, own = given[name], (name, "plan", "source") if name == "output" else (name,)
+        words = [str(one) for other, one in given.items() if other not in own]
+        words += [word.rpartition(":")[0] for word in words]
+        if path.resolve() in [Path(word).resolve() for word in words]:
+            raise ConfigError(_TAKEN, where=str(path), remedy=_ELSEWHERE)
+        if (new := not path.exists()) or not path.is_fifo():  # whose reader would see the end
+            write_text(path, "", "a")
+        if new:
+            path.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, mode: str = "w") -> None:
     """Write a result, parents included.
 
     Raises:
-        ConfigError: it cannot be written, with the system's reason; or its place is that of the
-            file that the command has `read`, which is of another kind.
+        ConfigError: it cannot be written, with the system's reason.
     """
-    if read is not None and path.resolve() == read.resolve():
-        problem = "the result would take the place of the file that it is made from"
-        raise ConfigError(problem, where=str(path), remedy="choose another place for it")
-    with errors_as(ConfigError, "cannot write the file", path, "choose another place for it"):
+    with errors_as(ConfigError, "cannot write the file", path, _ELSEWHERE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
 
 
 def error_document(error: PdcompileError) -> dict[str, Any]:

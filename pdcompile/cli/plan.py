@@ -48,7 +48,7 @@ def plan(
     _, result = compiled(target, flags, capture_file=beside)
     made = replace(result.plan, command=(target, *flags.words()))
     if output is not None:
-        write_text(output, made.to_json() + "\n", Path(target.rpartition(":")[0]))
+        write_text(output, made.to_json() + "\n")
     texts = (Text(str(one)) for one in (result.proof.summary, result.verification))
     certificate = made.certificate
     document = {

@@ -16,7 +16,6 @@ import typer
 
 from pdcompile.cli.options import Flags, Target, verb
 from pdcompile.cli.output import Result, is_first_rank, stdout, under_torchrun, write_text
-from pdcompile.errors import ConfigError
 from pdcompile.options.row import Flag, option
 from pdcompile.pass_runner import Listener
 
@@ -63,31 +62,26 @@ class Saves:
         return self.folder is not None and (step == last or bool(every and not (step + 1) % every))
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Options of what a run reports."""
-
-    every: int = option(
-        10, "Report the loss of every n-th step (looking costs time).", flag=Flag(type=int, least=1)
-    )
-    trace: Path | None = option(
-        None,
-        "Write the timeline of the last 8 minibatches, as simulate --trace writes the forecast's, "
-        "for https://ui.perfetto.dev (.json).",
-        flag=Flag("FILE", type=Path),
-    )
-
-
 @verb()
 def run(
     target: Target,
     flags: Flags,
     saves: Saves,
-    told: Told,
     steps: Annotated[
         int,
         typer.Option(min=1, help="Minibatches to train on, with --resume those before included."),
     ] = 20,
+    every: Annotated[
+        int, typer.Option(min=1, help="Report the loss of every n-th step (looking costs time).")
+    ] = 10,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the timeline of the last 8 minibatches, as simulate --trace writes the "
+            "forecast's, for https://ui.perfetto.dev (.json).",
+        ),
+    ] = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Measure costs anew, and keep none of them.")
     ] = False,
@@ -135,15 +129,15 @@ def run(
     first = pipe.position.minibatches
     minibatches = islice(zip(range(steps), workload.stream(), strict=False), first, None)
     with pipe, compiling(lines=False, title="training") as listener:
-        if told.trace is not None:
+        if trace is not None:
             pipe.record()
-        done = trained(pipe, minibatches, steps, told.every, saves, listener, target)
+        done = trained(pipe, minibatches, steps, every, saves, listener)
         pipe.flush()
         seconds = time.perf_counter() - done.began
-        if told.trace is not None:
+        if trace is not None:
             events = pipe.recorded()
             if is_first_rank():
-                write_text(told.trace, json.dumps(chrome.trace(events, pipe.plan.fingerprint)))
+                write_text(trace, json.dumps(chrome.trace(events, pipe.plan.fingerprint)))
     if not is_first_rank():
         return None
     forecast = pipe.plan.forecast
@@ -158,7 +152,7 @@ def run(
             "step_seconds": step_seconds(done.ended),
             "forecast_step_seconds": None if forecast is None else forecast.step_seconds,
             **({} if saves.folder is None else {"checkpoint": done.checkpoint}),
-            **({} if told.trace is None else {"trace": str(told.trace)}),
+            **({} if trace is None else {"trace": str(trace)}),
         },
         ", ".join(
             f"{format_count(count / seconds)} {what}/s" for what, count in done.items.items()
@@ -184,12 +178,10 @@ def trained(
     every: int,
     saves: Saves,
     listener: Listener,
-    target: str,
 ) -> Trained:
     """Train on minibatches, each with the number of its step; looks at every n-th loss.
 
     Raises:
-        ConfigError: there is no loss.
         PdcompileError: an op cannot take a minibatch.
     """
     from pdcompile.runtime.failure.first_cause import raised_by_op
@@ -206,12 +198,6 @@ def trained(
                 raise
             raise refused from error
         found.items.update(items_of(args, kwargs, pipe.plan.training.batch_size))
-        if result.loss is None:
-            raise ConfigError(
-                "the workload has no loss to train on",
-                where=target,
-                remedy="give Workload(..., loss_fn=...), or return the loss from forward",
-            )
         if step % every == 0 or step == steps - 1 or not found.losses:
             found.losses[step] = float(result.loss)
         if saves.due(step, steps - 1):

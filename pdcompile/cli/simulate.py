@@ -63,9 +63,8 @@ def simulate(
     loaded, events = replace(loaded, forecast=steady.forecast), drawn.timeline
     path = critical_path(steady.timeline, steady.window, flush=not stream)
     if trace is not None:
-        write_text(trace, json.dumps(chrome.trace(events, loaded.fingerprint)), plan)
+        write_text(trace, json.dumps(chrome.trace(events, loaded.fingerprint)))
     if html is not None:
-        write_text(html, "", plan)  # errors of the place before the work
         date = datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z")
         data = page.page_data(loaded, steady, drawn, title=plan.name, date=date)
         write_text(html, page.html(data))

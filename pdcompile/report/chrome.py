@@ -10,7 +10,7 @@ from typing import Any
 
 from pdcompile.report.timeline import COMPUTE, Event
 
-COMPUTE_TRACK, LINK_TRACK = 0, 1
+TRACKS = ("compute", "communication")  # of a rank, and the categories of their spans
 
 
 def trace(events: Sequence[Event], plan: str) -> dict[str, Any]:
@@ -24,8 +24,7 @@ def trace(events: Sequence[Event], plan: str) -> dict[str, Any]:
         stages = sorted({event.stage for event in events if event.rank == rank} - {-1})
         name = f"rank {rank} (stage {', '.join(map(str, stages))})"
         records.append(_meta("process_name", rank, 0, name))
-        records.append(_meta("thread_name", rank, COMPUTE_TRACK, "compute"))
-        records.append(_meta("thread_name", rank, LINK_TRACK, "communication"))
+        records += [_meta("thread_name", rank, track, name) for track, name in enumerate(TRACKS)]
     records.extend(map(_span, events))
     return {"displayTimeUnit": "ms", "otherData": {"plan": plan}, "traceEvents": records}
 
@@ -36,12 +35,10 @@ def _meta(kind: str, rank: int, track: int, name: str) -> dict[str, Any]:
 
 def _span(event: Event) -> dict[str, Any]:
     action = str(event.action)
-    category, track = "communication", LINK_TRACK
-    if action in COMPUTE:
-        category, track = "compute", COMPUTE_TRACK
+    track = int(action not in COMPUTE)
     label = f"{action} {event.microbatch}" if event.microbatch >= 0 else action
     begin, length = event.start_seconds * 1e6, (event.end_seconds - event.start_seconds) * 1e6
     args = {"action": action, "stage": event.stage, "minibatch": event.minibatch,
             "microbatch": event.microbatch}  # fmt: skip
-    return {"ph": "X", "name": label, "cat": category, "pid": event.rank, "tid": track,
+    return {"ph": "X", "name": label, "cat": TRACKS[track], "pid": event.rank, "tid": track,
             "ts": begin, "dur": length, "args": args}  # fmt: skip

@@ -52,10 +52,8 @@ def stage_table(found: Explanation) -> Table:
         row += [format_seconds(use.received_seconds)]
         row += [format_seconds(use.round_trip_seconds)] if trips else []
         row += [f"{100 * use.idle:.1f} %"]
-        if limited:
-            row.append(_room(use))
-        if found.chained:
-            row.append(_share(use.critical_seconds, found.objective_seconds))
+        row += [_room(use)] if limited else []
+        row += [_share(use.critical_seconds, found.objective_seconds)] if found.chained else []
         table.add_row(*row, style="bold" if use.stage == found.bottleneck else None)
     return table
 

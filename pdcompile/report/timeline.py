@@ -35,7 +35,6 @@ STYLES: dict[str, tuple[str, str]] = {  # even and odd minibatches
     kind: (f"black on {even}", f"black on {odd}") for kind, (even, odd) in WORK.items()
 }
 
-
 Event: TypeAlias = TimelineEvent | RecordedEvent
 Processes: TypeAlias = Callable[[int], Sequence[int]]
 
