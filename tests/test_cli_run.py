@@ -38,6 +38,9 @@ def build():
 
     return pdcompile.Workload(model, torch.zeros(4, 3, dtype=torch.long), loss_fn, batches)
 
+def raising(params):
+    raise KeyError("no such group")
+
 def groups(params):
     kinds = [[p for n, p in params.named if n.endswith(end)] for end in ("weight", "bias")]
     return torch.optim.SGD([{"params": one} for one in kinds if one], lr=0.5)
@@ -122,6 +125,16 @@ def test_an_optimizer_of_a_function(target: str, call: Call) -> None:
     for name in (function, "none"):
         with pytest.raises(ConfigError, match=r"--lr 0\.1 would have no effect"):
             optimizer_of(name, 0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "raising"])
+def test_an_optimizer_that_cannot_be_made(optimizer: str, target: str, call: Call) -> None:
+    """Muon takes no bias; the user's own may raise anything."""
+    name = optimizer if optimizer == "muon" else target.replace(":build", ":raising")
+    code, _, err = trained(call, target, "--steps", "1", "--optimizer", name)
+    assert code == 2
+    said = {"muon": "ValueError: Muon only supports 2D", "raising": "KeyError: 'no such group'"}
+    assert f"error: optimizer= raised: {said[optimizer]}" in " ".join(err.split())
 
 
 def test_a_resumed_run_counts_its_own_steps(target: str, call: Call, tmp_path: Path) -> None:

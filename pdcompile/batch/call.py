@@ -150,12 +150,11 @@ def flatten_call(
             root = f"{parameter}[{key!r}]" if key in signature.parameters else key
             root = f"forward.{key}" if key == TARGET else root
             arguments.append(_argument(parameter, key, root, entry, leaves))
-    spec = CallSpec(
-        arguments=tuple(arguments),
-        target=_argument(TARGET, None, TARGET, target, leaves),
-        signature=signature,
-    )
-    return FlatCall(leaves, spec)
+    loss_target = _argument(TARGET, None, TARGET, target, leaves)
+    bare = [path for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.is_meta]
+    if bare and not all(one.is_meta for one in model.parameters()):  # else it is only planned
+        raise InputError("a meta tensor has no values", where=bare[0], remedy="pass its values")
+    return FlatCall(leaves, CallSpec(tuple(arguments), loss_target, signature))
 
 
 def example_call(model: nn.Module, example_inputs: Any, target: Any = None) -> FlatCall:
@@ -290,12 +289,10 @@ def _unusable(leaf: Any) -> tuple[str, str] | None:
     if type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim") and leaf.ndim > 0:
         found = f"a numpy array of shape {leaf.shape} cannot be split or differentiated"
         return found, "pass torch.from_numpy(array)"
-    inside: list[Any] = []
     mapping = isinstance(leaf, Mapping)
-    if mapping:
-        inside = list(leaf.values())
-    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        inside = [getattr(leaf, one.name, None) for one in dataclasses.fields(leaf)]
+    inside = list(leaf.values()) if mapping else []
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        inside += [getattr(leaf, one.name, None) for one in dataclasses.fields(leaf)]
     if not any(isinstance(part, Tensor) for part in inside):
         return None
     kind = type(leaf).__qualname__

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.optimizers import make_optimizer, members
-from pdcompile.errors import ConfigError
+from pdcompile.errors import ConfigError, errors_as
 from pdcompile.runtime.state.model_state import State
 from pdcompile.units import format_bytes
 from pdcompile.weights.source import like
@@ -76,7 +76,8 @@ class Homes:
         others = [
             (f, cast(nn.Parameter, state.tensors[f])) for f in kinds if kinds[f] == "parameter"
         ]
-        made = make_optimizer(build, own, others, state.buffer)
+        with errors_as(ConfigError, "optimizer= raised", "optimizer", "try it alone", Exception):
+            made = make_optimizer(build, own, others, state.buffer)
         self._let_go(self.wholes)
         for one in {made, *members(made)} if made is not None and self.wholes else ():
             self._refuse_others(one)

@@ -162,3 +162,12 @@ trees = st.recursive(
 def test_flatten_and_unflatten_are_inverse(x: Any, y: Any, target: Any) -> None:
     flat = flatten_call(Two(), (x,), {"y": y}, target)
     assert flat.unflatten() == ((x, y), {}, target)
+
+
+def test_tensors_without_values_are_for_models_without_values() -> None:
+    """Planning needs no values; a forward on the meta device ended in a raw error of torch."""
+    inputs, model = torch.ones(4, 2, device="meta"), nn.Linear(2, 2)
+    for args, target, path in (((inputs,), None, "input"), ((rows(4),), [inputs], r"target\[0\]")):
+        with pytest.raises(InputError, match=f"a meta tensor has no values\n *where: {path}"):
+            flatten_call(model, args, {}, target)
+    assert flatten_call(model.to("meta"), (inputs,), {}).leaves["input"] is inputs
