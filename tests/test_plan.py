@@ -206,6 +206,13 @@ def test_missing_keys_are_named() -> None:
     assert Plan.from_json(json.dumps(data)).training == PLAN.training
 
 
+def test_numbers_that_would_overflow_are_refused() -> None:
+    data = json.loads(PLAN.to_json())
+    data["stages"][0]["forward_seconds"] = 1e308
+    with pytest.raises(PlanError, match=r"forward_seconds is 1e\+308: .*too large"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_nonsense_is_not_written() -> None:
     bad = Plan("", PLAN.stages, (), (), Training(optimizer_factor=float("nan")), PLAN.cluster,
                PLAN.certificate)  # fmt: skip

@@ -9,7 +9,6 @@ explained.  One in which an item was torn apart is no such plan: `assignment` sa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
 
 Finding = tuple[str, str, str]  # path, message, remedy
+MOST = 1e30  # of seconds, bytes, and all else that is added up and multiplied
 AGAIN = 'make the plan again, or remove its "problem"'
 
 
@@ -109,7 +109,7 @@ def assignment(plan: Plan, where: str = "plan.json") -> tuple[int, ...]:
 
 
 def unusable_numbers(part: Any, path: str) -> Iterator[Finding]:
-    """Numbers of a plan, a problem or a part of one that count nothing: negative or not finite."""
+    """Numbers of a plan, a problem or a part of one that count nothing: negative or too large."""
     if isinstance(part, tuple):
         for i, one in enumerate(part):
             yield from unusable_numbers(one, f"{path}[{i}]")
@@ -121,16 +121,16 @@ def unusable_numbers(part: Any, path: str) -> Iterator[Finding]:
                 yield below, f"{field.name} is {value!r}", "write a number above 0"
             elif field.name == "bytes_per_second":
                 continue  # infinite where the cluster names no bandwidth
-            elif isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+            elif isinstance(value, int | float) and not 0 <= value <= MOST:
                 whose = (getattr(part, name, "") for name in ("name", "value", "fqn"))
                 owner = next((f" of {name!r}" for name in whose if name), "")
-                message = f"{field.name}{owner} is {value!r}: negative or not finite"
-                yield below, message, "write a finite number from 0"
+                message = f"{field.name}{owner} is {value!r}: negative, not finite or too large"
+                yield below, message, f"write a number from 0 to {MOST:g}"
             else:
                 yield from unusable_numbers(value, below)
         if isinstance(part, Item) and part.trainable_bytes > part.parameter_bytes:
             message = f"{part.trainable_bytes} trainable of {part.parameter_bytes} bytes"
             remedy = "trainable bytes are part of parameter_bytes"
             yield path, f"{part.name!r} has {message}", remedy
-    elif isinstance(part, int | float) and not (math.isfinite(part) and part >= 0):
-        yield path, f"{part!r} is negative or not finite", "write a finite number from 0"
+    elif isinstance(part, int | float) and not 0 <= part <= MOST:
+        yield path, f"{part!r} is negative, not finite or too large", "write a usable number from 0"
