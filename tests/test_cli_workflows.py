@@ -163,6 +163,14 @@ def test_a_plan_without_a_loss_says_so(tmp_path: Path, call: Call) -> None:
         assert ("there is no loss_fn, and the model returns no loss" in out) is said
 
 
+def test_microbatches_that_a_schedule_has_not_are_refused_before_the_target_is_loaded(
+    call: Call,
+) -> None:
+    code, _, err = call("plan", "nothing.py:build", "--schedule", "stash", "--microbatches", "4")
+    assert code == 2
+    assert "error: microbatches=4 under schedule='stash'" in err
+
+
 def test_a_schedule_that_there_is_not_is_refused_before_the_target_is_loaded(
     tmp_path: Path, call: Call
 ) -> None:

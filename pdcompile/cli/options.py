@@ -141,11 +141,13 @@ class Flags:
         """Checks the values before the target is imported, which takes seconds.
 
         Raises:
-            ConfigError: an option has an invalid value.
+            ConfigError: an option has an invalid value, or the schedule has not that.
             ScheduleError: the schedule is a file that cannot be read.
         """
+        from pdcompile.options.chosen_schedule import chosen_schedule
+
         self._constraints()
-        self._read()
+        chosen_schedule(Options.given(self._read()))
 
     def given(self) -> dict[str, Any]:
         """Options of a plan and stages to use; the plan of a folder of stages is the one in it.

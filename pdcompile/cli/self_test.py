@@ -92,8 +92,7 @@ def _trained(name: str, rank: int, ranks: int, device: torch.device) -> Outcome:
         model, schedule=name, microbatches=microbatches, loss_fn=nn.functional.mse_loss,
         cluster=_cluster(places, ranks, device), costs="estimated", verify="off", progress=False,
     )  # fmt: skip
-    losses: list[Any] = []
-    ended = []
+    losses, ended = list[Any](), list[float]()
     with pipe:
         for inputs, target in batches:
             losses.append(pipe.step(inputs.to(device), target=target.to(device)).loss)

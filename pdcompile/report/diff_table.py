@@ -64,8 +64,7 @@ def diff_report(found: PlanDiff, a: str, b: str) -> Group:
     if any(one.what == "schedule" for one in found.training):
         flush = ", ".join(names(lambda kind: not kind.stream))
         parts.append(Text(f"objectives are of a step with a flush ({flush}), else a microbatch"))
-    for note in found.notes:
-        parts.append(Text(f"only in {'b' if note.a is None else 'a'}: {note.b or note.a}"))
+    parts += [Text(f"only in {'a' if n.a else 'b'}: {n.b or n.a}") for n in found.notes]
     if found.says_nothing:
         parts.append(Text("only figures inside differ: costs, or the problem that the plans hold"))
     return Group(*parts)
