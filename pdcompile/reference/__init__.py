@@ -39,6 +39,9 @@ def reference(
     without it ``microbatches`` has to be a number, and schedules whose weights are as old as the
     warm-up is deep (``stash``, ``vsync``) need it (vsync: or ``stages=``).
 
+    Nothing is captured, so outputs of microbatches are joined along a dimension of their size, be
+    it layers that are as many by chance; and short minibatches are cut into no fewer microbatches.
+
     Raises:
         ConfigError: an argument is not valid, or not for one process.
         InputError: example_inputs do not fit the model's forward.

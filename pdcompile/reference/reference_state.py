@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from pdcompile.eager.gradients import clip, norm_of
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.errors import ClosedError, InputError
-from pdcompile.position import (
-    Position,
-    as_position,
-    position_of,
-    with_position,
-)
+from pdcompile.position import Position, as_position, position_of, with_position
 from pdcompile.reference.versions import Groups, Versions
 
 
