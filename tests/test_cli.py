@@ -355,6 +355,8 @@ def test_results_are_refused_before_the_work(
         (("plan", target, "--optimizer", f"{cluster}:sgd", "-o", str(cluster)), taken),
         (("run", target, "--trace", f"{plan_file}/t.json"), "cannot write the file"),
         (("run", target, "--plan", str(plan_file), "--trace", str(plan_file)), taken),
+        (("run", target, "--save", str(plan_file)), "cannot write the file"),
+        (("dump", target, "-o", f"{plan_file}/stages"), "cannot write the file"),
         (("simulate", str(plan_file), *("--html", "one", "--trace", "./one")), taken),
     ):
         code, _, err = call(*words)

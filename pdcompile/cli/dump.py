@@ -16,7 +16,7 @@ from pdcompile.files import capture_beside
 def dump(
     target: Target,
     flags: Flags,
-    folder: Annotated[Path, written_to("Where the files go.", "FOLDER")] = Path("stages"),
+    place: Annotated[Path, written_to("Where the files go.", "FOLDER")] = Path("stages"),
     torch: Annotated[
         bool,
         typer.Option(
@@ -49,16 +49,16 @@ def dump(
 
     if torch and (given := flags.given().get("plan")):
         refuse(unlike_torchs(given))
-    plan = flags.said.get("plan", folder / "plan.json")
+    plan = flags.said.get("plan", place / "plan.json")
     workload, made = compiled(target, flags, capture_file=capture_beside(plan))
     sources, notes = made.sources, tuple[str, ...]()
     if torch:
         sources, notes = with_script(
-            made.capture, made.plan, sources, workload.model, target, folder
+            made.capture, made.plan, sources, workload.model, target, place
         )
-    write(sources, folder, model=workload.model)
+    write(sources, place, model=workload.model)
     files = {name: text.count("\n") for name, text in sorted(sources.files.items())}
-    shown = [f"{folder / name}  {lines} lines" for name, lines in files.items()]
+    shown = [f"{place / name}  {lines} lines" for name, lines in files.items()]
     shown += [f"note: {note}" for note in notes]
-    document = {"status": "done", "folder": str(folder), "lines": files, "notes": notes}
+    document = {"status": "done", "folder": str(place), "lines": files, "notes": notes}
     return Result(document, shown)

@@ -28,7 +28,9 @@ from pdcompile.report.labels import Terminal
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
-RESULTS = ("output", "html", "trace")  # arguments of verbs that name the file of a result
+# Arguments of verbs that name the file of a result; or its folder, in which a file is tried.
+RESULTS = {"output": "", "html": "", "trace": "", "save": ".tried", "place": ".tried"}
+SAME = ("plan", "source")  # arguments that ``-o`` may name too
 _TAKEN = "the result would take the place of the file that it is made from, or of another result"
 _ELSEWHERE = "choose another place for it"
 
@@ -114,10 +116,10 @@ def check_places(given: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: as `write_text`; or a place is that of another result, or of a file that is
-            read: ``-o`` alone may name the plan or schedule that it is made from.
+            read, but for the plan or schedule that ``-o`` is made from.
     """
     for name in [one for one in RESULTS if given.get(one) not in (None, Path())]:
-        path, own = given[name], (name, "plan", "source") if name == "output" else (name,)
+        path, own = given[name] / RESULTS[name], (name, *SAME) if name == "output" else (name,)
         words = [str(one) for other, one in given.items() if other not in own]
         words += [word.rpartition(":")[0] for word in words]
         if path.resolve() in [Path(word).resolve() for word in words]:

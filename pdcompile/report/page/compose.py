@@ -33,12 +33,7 @@ COLOURS = {
 
 
 def page_data(
-    plan: Plan,
-    steady: Simulation,
-    drawn: Simulation,
-    *,
-    title: str,
-    date: str,
+    plan: Plan, steady: Simulation, drawn: Simulation, *, title: str, date: str
 ) -> dict[str, Any]:
     """The page of a plan.
 
