@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from functools import partial
 from typing import Any
 
@@ -134,8 +135,9 @@ def test_state_that_changes_later_calls_is_refused(forward: Any) -> None:
         captured(make(forward, seen=[]))
 
 
-def test_a_cached_helper_keeps_no_stand_ins() -> None:
-    @functools.lru_cache(maxsize=8)  # made here: no capture finds caches that gc.freeze has hidden
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_cached_helper_keeps_no_stand_ins(frozen: bool, request: pytest.FixtureRequest) -> None:
+    @functools.lru_cache(maxsize=8)
     def positions(length: int) -> Tensor:
         return torch.arange(length) % 3
 
@@ -143,7 +145,12 @@ def test_a_cached_helper_keeps_no_stand_ins() -> None:
         return self.lin(x) + self.table(positions(x.shape[1])).sum(1)
 
     model = make(forward, table=nn.Embedding(3, 8))
+    if frozen:  # as commands do with all that they have loaded
+        if not gc.get_freeze_count():
+            request.addfinalizer(gc.unfreeze)
+        gc.freeze()
     faithful(model)
+    assert bool(gc.get_freeze_count()) >= frozen
     assert type(positions(8)) is Tensor
     assert positions(8).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
 

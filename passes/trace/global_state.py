@@ -34,11 +34,13 @@ _CACHE: Any = type(functools.lru_cache(maxsize=1)(len))
 
 class GlobalState:
     """Functions that calls of a model run (forwards, the loss, hooks) with their closures, classes
-    and objects that these are of, their files, and the containers in all of them."""
+    and objects that these are of, their files, and the containers in all of them; and all
+    functions of this process that functools.lru_cache or cache wraps."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self._places: dict[int, tuple[Any, str, str | None]] = {}  # by id: place, name, line
         self._before: list[tuple[Any, str, str | None, Any]] = []
+        self._caches = _caches()
         modules = {id(module): module for module in model.modules()}
         tables = [
             t for one in modules.values() for t in (one._forward_hooks, one._forward_pre_hooks)
@@ -76,14 +78,23 @@ class GlobalState:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Removes the fake tensors that were put into any place inside."""
+        """Removes the fake tensors that were put into any place inside, and all that caches of
+        functions hold where one was filled: a helper that keeps an index of relative positions
+        would give the fake of one run to the next one."""
         self._before = [(*entry, _content(entry[0])) for entry in self._places.values()]
+        misses = [cache.cache_info().misses for cache in self._caches]
         try:
             yield
         finally:
             for place, _, _, content in self._before:
                 _clean(place, content)
             self._before = []
+            for cache, before in zip(self._caches, misses, strict=True):
+                home = str(getattr(cache, "__module__", "")).split(".")
+                # A logging module caches which messages the user has seen (warning_once).
+                of_user = home[-1] != "logging" and home[0] not in _NOT_USERS
+                if of_user and cache.cache_info().misses != before:
+                    cache.cache_clear()
 
     def check(self, alike: Callable[[torch.Tensor], bool]) -> None:
         """Refuses changes of a recording that later calls may find; called inside `as_before`.
@@ -149,26 +160,12 @@ def _fakes_in(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in found if isinstance(tensor, FakeTensor)]
 
 
-def caches() -> list[Any]:
-    """All functions of this process that functools.lru_cache or cache wraps."""
-    # Twice as fast as looking at the types of all objects: an object refers to its type.
-    return [found for found in gc.get_referrers(_CACHE) if type(found) is _CACHE]
-
-
-@contextmanager
-def emptied(known: list[Any]) -> Iterator[None]:
-    """Clears the caches among `known` that were filled inside.
-
-    Otherwise a helper that caches a tensor (an index of relative positions) would return the fake
-    of one recording to the next one, and to the user's own calls.
-    """
-    before = [cache.cache_info().misses for cache in known]
-    try:
-        yield
-    finally:
-        for cache, misses in zip(known, before, strict=True):
-            home = str(getattr(cache, "__module__", "")).split(".")
-            # A logging module caches which messages the user has seen (warning_once).
-            of_user = home[-1] != "logging" and home[0] not in _NOT_USERS
-            if of_user and cache.cache_info().misses != misses:
-                cache.cache_clear()
+def _caches() -> list[Any]:
+    # Twice as fast as looking at the types of all objects: an object refers to its type.  Nobody
+    # sees the references of frozen ones.
+    if frozen := gc.get_freeze_count():
+        gc.unfreeze()
+    found = [one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE]
+    if frozen:
+        gc.freeze()
+    return found

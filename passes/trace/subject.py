@@ -14,7 +14,7 @@ from pdcompile.eager.autocast import on_gpu
 from pdcompile.errors import TraceError
 from pdcompile.hardware import devices
 from pdcompile.passes.trace.cached_tensors import CachedTensors
-from pdcompile.passes.trace.global_state import GlobalState, caches
+from pdcompile.passes.trace.global_state import GlobalState
 from pdcompile.passes.trace.tape.module_table import ModuleTable
 from pdcompile.releases.torch_internals import fake_gpus_have_gradients
 
@@ -48,7 +48,6 @@ class Subject(CaptureCall):
     table: ModuleTable = field(init=False)
     cached_tensors: CachedTensors = field(default_factory=CachedTensors)
     global_state: GlobalState = field(init=False)
-    caches: list[Any] = field(default_factory=caches)
     proofs: dict[bool, Any] = field(default_factory=dict)  # mode -> `selections.Proof`
 
     def __post_init__(self) -> None:

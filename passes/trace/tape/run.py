@@ -26,7 +26,6 @@ from pdcompile.passes.trace.assumptions import Assumptions, Findings, Refuted
 from pdcompile.passes.trace.attribute_reads import is_plain_object
 from pdcompile.passes.trace.cached_tensors import Computations, attribute_tensors
 from pdcompile.passes.trace.constants import example_calls
-from pdcompile.passes.trace.global_state import emptied
 from pdcompile.passes.trace.opaque.probe import probe
 from pdcompile.passes.trace.python_state import State, lines_of_assignments, write_rebound
 from pdcompile.passes.trace.refusals import (
@@ -123,8 +122,7 @@ def record(
             raise assumed.refusal
         return found
 
-    with emptied(subject.caches):
-        return _restored(subject, recorded, training) if settle else recorded()
+    return _restored(subject, recorded, training) if settle else recorded()
 
 
 def _restored(subject: Subject, recorded: Callable[[], Recording], training: bool) -> Recording:
