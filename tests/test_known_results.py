@@ -36,6 +36,17 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "complex": lambda x, y: torch.view_as_complex(x.view(6, 2, 2)).conj(),
     "negative": lambda x, y: torch.view_as_complex(x.view(6, 2, 2)).conj().imag + 1,
     "constant": lambda x, y: torch.tensor([1.0, 2.0, 3.0, 4.0]) * x,
+    "one number": lambda x, y: torch.tensor(2.0) * x,
+    "constants": lambda x, y: torch.tensor([1.0, 2.0]) * torch.tensor(2.0),
+    "constant written": lambda x, y: torch.tensor(2.0).fill_(y.detach()[0, 0]) + 1,
+    "nothing and something": lambda x, y: torch.cat([torch.tensor([]), x], 0),
+    "views": lambda x, y: x.split((1, 2, 3)),
+    "values and indices": lambda x, y: torch.max(x, 1),
+    "norm": lambda x, y: nn.functional.layer_norm(x, (4,), y[0], y[1]),
+    "draw": lambda x, y: torch.bernoulli(x.detach()),
+    "dropout": lambda x, y: nn.functional.dropout(x, 0.5),
+    "attention": lambda x, y: nn.functional.scaled_dot_product_attention(x[None], y[None], y[None]),
+    "written and moved": lambda x, y: x.clone().mul_(2).t_(),
 }
 
 
@@ -110,9 +121,27 @@ def test_equal_forms_are_asked_for_once_and_others_again() -> None:
     assert _asked(calls) == ["aten::add.Tensor"] * 4
 
 
+def test_several_results_and_writes_are_asked_for_once() -> None:
+    aten = torch.ops.aten
+
+    def calls(x: Tensor) -> None:
+        for _ in range(2):
+            pieces = known_result(aten.split.Tensor, (x, 2), {})
+            assert type(pieces) is list
+            assert [piece.shape for piece in pieces] == [(2, 4), (1, 4)]
+            most = known_result(aten.max.dim, (x, 1), {})
+            assert type(most) is tuple
+            assert [each.dtype for each in most] == [torch.float32, torch.int64]
+            assert known_result(aten.bernoulli_.float, (x, 0.5), {}) is x
+
+    asked = _asked(calls)
+    for name in ("aten::split.Tensor", "aten::max.dim", "aten::bernoulli_.float"):
+        assert asked.count(name) == 1
+
+
 @pytest.mark.parametrize(
     "func",
-    ["bernoulli", "nonzero", "add_.Tensor", "max.dim", "as_strided", "lift_fresh"],
+    ["nonzero", "t_", "add.out", "resize_", "_resize_output_", "as_strided", "lift_fresh"],
 )
 def test_ops_whose_results_tell_of_more_than_forms_are_always_asked(func: str) -> None:
     name, _, overload = func.partition(".")
@@ -180,5 +209,5 @@ def test_a_result_that_is_a_part_of_its_storage_is_not_known() -> None:
     with FakeTensorMode():
         x = torch.empty(3)
         whole, part = torch.empty(3), torch.empty(8)[:3]
-        assert known_results._form_of(add, (x, 1), whole) is not None
-        assert known_results._form_of(add, (x, 1), part) is None
+        assert known_results._known(add, (x, 1), {}, whole) is not None
+        assert known_results._known(add, (x, 1), {}, part) is None

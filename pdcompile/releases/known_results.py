@@ -8,6 +8,7 @@ than all else takes of recording a model, or of rehearsing a stage.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -34,7 +35,6 @@ _TAGS = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
-    torch.Tag.nondeterministic_seeded,
 )
 _DEVICE = torch.ops.prim.device.default  # half of all dispatched ops
 _BY_STORAGE = frozenset((_ATEN.as_strided.default, _ATEN.lift.default, _ATEN.lift_fresh.default))
@@ -45,16 +45,18 @@ class _Unlike(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Form:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     device: torch.device
-    views: bool  # whether the result shares the storage of the first argument
+    views: bool  # whether the tensor shares the storage of the first argument
 
 
-_KNOWN: dict[Any, _Known | None] = {}  # by op and forms of its arguments; None: one to ask for
+# By op and forms of its arguments: the class of a tuple or list of results, and their forms, ()
+# where the op writes its first argument and returns it; None: one to ask for.
+_KNOWN: dict[Any, tuple[Any, tuple[_Form, ...]] | None] = {}
 
 
 def known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,27 +71,31 @@ def known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return func(*args, **kwargs)
     key = func, form, torch.get_default_dtype(), torch.is_inference_mode_enabled()
     if (known := _KNOWN.get(key)) is not None:
-        return _made(known, args)
+        kind, forms = known
+        made = [_made(form, args) for form in forms]
+        return kind(made) if kind is not None else made[0] if made else args[0]
     result = func(*args, **kwargs)
     if key not in _KNOWN:
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
-        _KNOWN[key] = _form_of(func, args, result)
+        _KNOWN[key] = _known(func, args, kwargs, result)
     return result
 
 
 @functools.lru_cache(maxsize=4096)
 def _by_form(func: Any) -> bool:
-    """True if the form of the result, one tensor, follows from the forms of the arguments."""
+    """True if the forms of the results, all tensors, follow from the forms of the arguments."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
         return False
     schema = func._schema
-    if schema.is_mutable or func in _BY_STORAGE or any(tag in func.tags for tag in _TAGS):
+    if func in _BY_STORAGE or any(tag in func.tags for tag in _TAGS):
         return False
-    if [str(each.type) for each in schema.returns] != ["Tensor"]:
+    if not {str(each.type) for each in schema.returns} <= {"Tensor", "List[Tensor]"}:
         return False
-    if schema.returns[0].alias_info is None:
-        return True
+    if schema.is_mutable:
+        return schema.name.endswith("_") and not schema.name.startswith("aten::_")
+    if all(each.alias_info is None for each in schema.returns):
+        return bool(schema.returns)
     # A composite op may return its argument, a view of it or a copy.
     return func.is_view and not is_composite(func)
 
@@ -110,7 +116,7 @@ def _forms(values: Any) -> tuple[Any, ...]:
             if not _is_plain(value):
                 raise _Unlike
             rest = value.storage_offset(), value.dtype, value.fake_device, value.requires_grad
-            found += (value.shape, value.stride(), rest)
+            found += (value.shape, value.stride(), rest, value.constant is None)
         elif kind in _PLAIN:  # 1, 1.0 and True are equal, and their results are not
             found += (kind, value)
         elif kind is list or kind is tuple:
@@ -123,44 +129,58 @@ def _forms(values: Any) -> tuple[Any, ...]:
 def _is_plain(fake: FakeTensor) -> bool:
     """True if nothing but shape, strides, offset, dtype and device tells of its results."""
     return (
-        fake.constant is None
-        and fake.layout is torch.strided
+        fake.layout is torch.strided
         and not fake.is_nested
         and not fake.dtype.is_complex
         and not fake.is_neg()
     )
 
 
-def _form_of(func: Any, args: tuple[Any, ...], result: Any) -> _Known | None:
-    """The form of a result; None where one made of it would not be the same."""
-    given = tensors_among(args)
-    if type(result) is not FakeTensor or not _is_plain(result) or result.requires_grad:
+def _known(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, tuple[_Form, ...]] | None:
+    """The forms of a result; None where one made of them would not be the same."""
+    given, made = tensors_among((args, kwargs)), tensors_among(result)
+    if all(type(each) is FakeTensor and each.constant is not None for each in given):
+        return None  # what is computed of constants is one
+    if func._schema.is_mutable:
+        return (None, ()) if result is args[0] and result.constant is None else None
+    forms = tuple(form for each in made if (form := _form_of(each, given, args)) is not None)
+    kind = None if isinstance(result, torch.Tensor) else type(result)
+    own = sum(not form.views for form in forms)
+    storages = {each.untyped_storage()._cdata for each in (*given[:1], *made)}
+    apart = len(storages) == own + 1 and not (own and func.is_view)
+    complete = len(forms) == (1 if kind is None else len(result))
+    return (kind, forms) if apart and complete else None
+
+
+def _form_of(result: Any, given: Sequence[torch.Tensor], args: tuple[Any, ...]) -> _Form | None:
+    """The form of a tensor; None where one made of it would not be the same."""
+    plain = type(result) is FakeTensor and _is_plain(result) and result.constant is None
+    if not plain or result.requires_grad:
         return None
     storage = result.untyped_storage()._cdata
     shares = any(each.untyped_storage()._cdata == storage for each in given)
     # A view is one of the first argument, and `_unsafe_view` gives one without saying so.
-    if (func.is_view and not shares) or (shares and not (len(given) == 1 and given[0] is args[0])):
+    if shares and not (len(given) == 1 and given[0] is args[0]):
         return None
-    known = _Known(
+    form = _Form(
         tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype,
         result.fake_device, shares,
     )  # fmt: skip
-    made = _made(known, args)
+    made = _made(form, args)
     alike = dispatch_keys(made) == dispatch_keys(result)
     alike &= made.untyped_storage().nbytes() == result.untyped_storage().nbytes()
-    return known if alike else None
+    return form if alike else None
 
 
-def _made(known: _Known, args: tuple[Any, ...]) -> FakeTensor:
+def _made(form: _Form, args: tuple[Any, ...]) -> FakeTensor:
     first = _first(args)
     # Without modes for functions too, which a transform does not close around its own operators:
     # they would be asked for the device of what is made here.
     with NoTorchFunction(), NoTorchDispatch():
-        if known.views:
-            bare = torch.empty(0, dtype=known.dtype, device="meta")
-            storage = first.untyped_storage()
-            bare.set_(storage, known.offset, known.shape, known.stride)
+        if form.views:
+            bare = torch.empty(0, dtype=form.dtype, device="meta")
+            bare.set_(first.untyped_storage(), form.offset, form.shape, form.stride)
         else:
-            bare = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+            bare = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
     with NoTorchFunction():
-        return FakeTensor(first.fake_mode, bare, known.device)
+        return FakeTensor(first.fake_mode, bare, form.device)
