@@ -120,6 +120,8 @@ class SizeMerge:
                 changes[name] = self._measured(versions)
             elif len(set(map(id, versions))) > 1:
                 try:
+                    if name == "storage" and len(set(versions)) > 1:
+                        raise _apart(what, where)
                     changes[name] = self.any(versions, f"{name} of {what}", where)
                 except TraceError as error:
                     error.module_path = None if maker is None else scope_of(maker)
@@ -164,6 +166,16 @@ class SizeMerge:
         )
         error.module_path = scope_of(op)
         return error
+
+
+def _apart(what: str, where: str | None) -> DiffersBySize:
+    """The error for a value whose place in memory, a number that counts nothing, differs."""
+    return DiffersBySize(
+        f"{what} has memory of its own for some batch sizes or calls, and that of another value "
+        "for others",
+        where=where,
+        remedy="call clone() where contiguous() or reshape() copies for some sizes only",
+    )
 
 
 def _whole(ops: tuple[Op, ...]) -> tuple[Op, ...]:
