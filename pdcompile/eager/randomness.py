@@ -256,13 +256,7 @@ class DrawScope(torch.overrides.TorchFunctionMode):
     begins; from there the recorded seeds are used in order.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        seed: int,
-        minibatch: int,
-        microbatch: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, seed: int, minibatch: int, microbatch: int) -> None:
         super().__init__()
         self.draws: list[tuple[str, int]] = []
         self._names = {id(module): name for name, module in model.named_modules()}

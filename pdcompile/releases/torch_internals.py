@@ -293,20 +293,12 @@ def gloo_options() -> Any:
     return dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The hooks around an optimizer's own step."""
-    return [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-    ]
-
-
-def global_step_hooks() -> list[Any]:
-    """The hooks around the step of every optimizer."""
-    return [
-        *optimizers._global_optimizer_pre_hooks.values(),
-        *optimizers._global_optimizer_post_hooks.values(),
-    ]
+def step_hooks(optimizer: torch.optim.Optimizer | None) -> list[Any]:
+    """The hooks around an optimizer's own step; None: those around the step of every optimizer."""
+    own = optimizer is not None
+    owner, name = (optimizer, "_optimizer_step") if own else (optimizers, "_global_optimizer")
+    tables = (getattr(owner, f"{name}_{when}_hooks") for when in ("pre", "post"))
+    return [hook for table in tables for hook in table.values()]
 
 
 def import_compiler() -> None:

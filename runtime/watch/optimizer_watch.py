@@ -24,7 +24,7 @@ from pdcompile.eager.randomness import preserved_rng
 from pdcompile.errors import ConfigError, ContractError, PdcompileError
 from pdcompile.parts.shard import Shard
 from pdcompile.problem.deployment import balanced_homes
-from pdcompile.releases.torch_internals import global_step_hooks
+from pdcompile.releases.torch_internals import step_hooks
 from pdcompile.runtime.optimizer import Updater
 from pdcompile.runtime.stage.homes import Homes
 from pdcompile.runtime.transport.parts_group import PartsGroup
@@ -217,7 +217,7 @@ def _small(parameter: Tensor) -> list[int]:
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     """True if it is torch's own, with nothing added to its step."""
     own = all(type(one).__module__.startswith("torch.optim.") for one in members(optimizer))
-    hooks = [*all_step_hooks(optimizer), *global_step_hooks()]
+    hooks = [*all_step_hooks(optimizer), *step_hooks(None)]
     return own and not hooks and not any("step" in vars(one) for one in members(optimizer))
 
 
