@@ -9,7 +9,7 @@ functions, no_grad and autocast regions; torch.export records ATen operators and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from pdcompile.batch import BatchLayout, FlatCall, example_call, resolve_batch
 from pdcompile.errors import TraceError
 from pdcompile.ir.captured_module import Origin
 from pdcompile.ir.graph import Capture, OpGraph
-from pdcompile.passes.trace.assumptions import Assumptions, Findings
-from pdcompile.passes.trace.attempt import Attempts, one_recording, settled_on
+from pdcompile.passes.trace.assumptions import Assumptions
+from pdcompile.passes.trace.attempt import Attempts, recorded, settled_on
 from pdcompile.passes.trace.batch_sizes import fails_as_microbatch, warn_of_one_size
 from pdcompile.passes.trace.constants import demanded
 from pdcompile.passes.trace.opaque.opaque_modules import hooked, warn_of
@@ -97,8 +97,11 @@ def capture(
     notes = sorted(set().union(*(one.findings.rounded for one in attempts.recordings)))
     found = _with_graphs(found, lambda one: replace(one, notes=(*one.notes, *notes)))
     warn_of(subject, attempts.assumed.opaque)
-    findings = [recording.findings for recording in attempts.recordings]
-    _warn_of_values(findings)
+    holds_for: dict[str, str] = {}
+    for recording in attempts.recordings:
+        holds_for.update(recording.findings.holds_for)
+    for about, text in holds_for.items():
+        warn(f"{about}: {text}")
     warn_of_one_size(found)
     return attached(found, subject)
 
@@ -120,22 +123,9 @@ def _of_the_microbatch(subject: Subject, error: ForwardRaised) -> TraceError:
     """The error to report for what forward raised; the size of a microbatch may be its cause."""
     if subject.size == subject.layout.size or not subject.layout.splits:
         return error
+    call, training = subject.flat, subject.model.training
     try:
-        one_recording(subject, subject.flat, subject.model.training)
+        settled_on(lambda assumed: recorded(subject, call, assumed, training), Assumptions())
     except TraceError as other:
         return other if isinstance(other, ForwardRaised) else error
     return fails_as_microbatch(subject.size, subject.flat, subject.layout, error)
-
-
-def _warn_of_values(findings: Sequence[Findings]) -> None:
-    """Warns of values of the inputs and of the process that the capture holds for alone."""
-    for where, value in {k: v for each in findings for k, v in each.specialised.items()}.items():
-        warn(
-            f"forward decides by a value of the inputs ({where}): it is {value} in the "
-            "example, and calls with another one are refused"
-        )
-    for where, what in {k: v for each in findings for k, v in each.of_process.items()}.items():
-        warn(
-            f"forward or loss_fn asks for {what} ({where}): the capture has the answer that it got "
-            "now, on this process, and so have the stages on all ranks"
-        )

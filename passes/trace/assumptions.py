@@ -85,19 +85,18 @@ class Undecided(Refuted):
 class Findings:
     """Facts that the runs of one recording found.
 
-    specialised: for each line, the value that was read there, which is the example's.
+    holds_for: for each line that asked for a value of the inputs, or for something of the process
+        (a rank, the time), that the recording holds for the answer alone.
     constants: buffers whose numbers are taken as constants.
     written: buffers that are written.
     rounded: notes on what eager may round otherwise.
-    of_process: for each line, what of this process it asked for (a rank, the time).
     answers: of comparisons and hashes of sizes.
     assigned: the line that assigned to each attribute first: (id of module, name) -> source.
     """
 
-    specialised: dict[str, str] = field(default_factory=dict)
+    holds_for: dict[str, str] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     rounded: set[str] = field(default_factory=set)
-    of_process: dict[str, str] = field(default_factory=dict)
     answers: dict[Made, Any] = field(default_factory=dict)
     assigned: dict[tuple[int, str], str] = field(default_factory=dict)

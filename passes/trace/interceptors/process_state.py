@@ -31,6 +31,10 @@ _ASKED: tuple[tuple[Any, tuple[str, ...], str], ...] = (
     (time, ("time", "time_ns", "monotonic", "perf_counter", "perf_counter_ns"), "the time"),
     (type(os.environ), ("__getitem__",), "the environment"),
 )
+_NOW = (
+    "the capture has the answer that it got now, on this process, and so have the stages on all "
+    "ranks"
+)
 _BETWEEN = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>")
 
 
@@ -44,7 +48,7 @@ class ProcessState(Interceptor):
         self._kernels = attention_kernels()
 
     def around(self) -> AbstractContextManager[None]:
-        noted = self.tape.fakes.findings.of_process
+        noted = self.tape.fakes.findings.holds_for
         asked = [(owner, name, what) for owner, names, what in _ASKED for name in names]
         return patched(*((o, n, _noting(getattr(o, n), what, noted)) for o, n, what in asked))
 
@@ -72,7 +76,8 @@ def _noting(plain: Callable[..., Any], what: str, noted: dict[str, str]) -> Call
             frame = frame.f_back
         file = frame.f_code.co_filename
         if is_user(file) and "-packages" not in file:
-            noted[source_of_line(file, frame.f_lineno)] = what
+            line = source_of_line(file, frame.f_lineno)
+            noted[f"forward or loss_fn asks for {what} ({line})"] = _NOW
         return plain(*args, **kwargs)
 
     return asked

@@ -121,7 +121,9 @@ class ValueReads(Interceptor):
         """Records that the capture is for this value, where a tensor is `holds`."""
         place = _file_and_line(refusal.where)
         _check(self.tape, tensor, f"{place}: {CAPTURED} this value is {value}", holds=holds)
-        self.tape.fakes.findings.specialised[refusal.where or place] = str(value)
+        about = f"forward decides by a value of the inputs ({refusal.where or place})"
+        told = f"it is {value} in the example, and calls with another one are refused"
+        self.tape.fakes.findings.holds_for[about] = told
 
     def _specialised(self, tensor: Tensor, refusal: TraceError) -> Any:
         """The example's value; raises the refusal where it varies or the module can be opaque."""
