@@ -21,8 +21,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         5_546,
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_990),
-    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_636),
-    "trace": (("passes/trace",), 6_483),
+    "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_632),
+    "trace": (("passes/trace",), 6_481),
     "costs": (("passes/costs", "passes/profile"), 3_555),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pdcompile.batch import FlatCall
+from pdcompile.eager.modes import in_mode
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Capture, OpGraph
 from pdcompile.passes.trace.assemble import assemble
@@ -30,6 +31,7 @@ from pdcompile.passes.trace.batch_sizes import (
 )
 from pdcompile.passes.trace.call_order import Kind, check_order
 from pdcompile.passes.trace.opaque.opaque_modules import adds_little, enlarged
+from pdcompile.passes.trace.python_state import State
 from pdcompile.passes.trace.refusals import Ended, ForwardRaised, SizeByValues
 from pdcompile.passes.trace.subject import Subject
 from pdcompile.passes.trace.tape.run import Recording, record
@@ -57,6 +59,7 @@ class Attempts:
         self._size, self._splits = subject.size, subject.layout.splits
         self._recordings: dict[Kind, Recording] = {}
         self._recorded_for: tuple[str, ...] | None = None
+        self._before: State | None = None  # of the model, in the mode that is being recorded
         self.assumed = Assumptions()  # of the last attempt
 
     def __call__(self, assumed: Assumptions) -> Capture:
@@ -92,9 +95,8 @@ class Attempts:
 
     def _captured(self) -> Capture:
         subject = self._subject
-        with self._reads.noted():
-            train = self._graph(not subject.evaluates, None)
-            evaluation = train if subject.evaluates else self._graph(False, train)
+        train = self._of_mode(not subject.evaluates, None)
+        evaluation = train if subject.evaluates else self._of_mode(False, train)
         check_order(
             subject.model,
             self._kinds(train),
@@ -106,7 +108,8 @@ class Attempts:
         return Capture(train, evaluation, self._reads.places, tuple(sorted(numbers)))
 
     def _recorded(self, training: bool, size: int, **how: Any) -> Recording:
-        return recorded(self._subject, self._subject.call(size), self.assumed, training, **how)
+        call, before = self._subject.call(size), self._before
+        return recorded(self._subject, call, self.assumed, training, before=before, **how)
 
     def _kinds(self, graph: OpGraph) -> list[Kind]:
         """The calls that may follow one another: in each mode with the usual size and another."""
@@ -143,6 +146,13 @@ class Attempts:
             del self._recordings[kind]
         if wrong:
             raise Refuted(replace(self.assumed, rewritten=written))
+
+    def _of_mode(self, training: bool, train: OpGraph | None) -> OpGraph:
+        """A graph of one mode, into which the model is put once: what its own ``train()`` reads and
+        writes is not read and written by calls."""
+        with in_mode(self._subject.model, training), self._reads.noted():
+            self._before = State(self._subject.model)
+            return self._graph(training, train)
 
     def _graph(self, training: bool, train: OpGraph | None) -> OpGraph:
         """A graph for many batch sizes; for this one alone where that is assumed and needed.
@@ -205,11 +215,6 @@ def recorded(
             raise
         modes = assumed.sizes_vary | {training}
         raise Refuted(replace(assumed, sizes_vary=modes, refusal=error)) from None
-
-
-def one_recording(subject: Subject, call: FlatCall, training: bool) -> Recording:
-    """A recording of one call, without opaque modules."""
-    return settled_on(lambda one: recorded(subject, call, one, training), Assumptions())
 
 
 def _tried(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompile.eager.modes import switching
 from pdcompile.eager.snapshot import roots
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.warn import FOLDERS
@@ -81,7 +80,7 @@ class AttributeReads:
             return value
 
         def write(owner: Any, name: str, value: Any) -> None:
-            if id(owner) in self._owners and name != "training" and not switching():
+            if id(owner) in self._owners and name != "training":
                 # An object that is no module may count its calls, as nothing undoes.
                 counts = owner is self._loss and not isinstance(owner, nn.Module)
                 before = None if counts else getattr(owner, "__dict__", {}).get(name)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from pdcompile.eager.modes import in_mode, modes
+from pdcompile.eager.modes import in_mode, overrides_train
 from pdcompile.errors import TraceError
 from pdcompile.passes.trace.cached_tensors import CachedTensors
 from pdcompile.passes.trace.python_state import State
@@ -39,8 +39,7 @@ def check_order(
     if refusal is None:
         return
     before = State(model)
-    # Where train() only sets flags, a state is the same in both modes.
-    flag = _only_sets_flags(model)
+    back = not overrides_train(model)  # a train() of its own is a part of the order
 
     def is_alike(state: State) -> bool:
         return state.change({}, cached_tensors.alike) is None
@@ -50,7 +49,7 @@ def check_order(
         for number, kind in enumerate((*kinds, *kinds)):
             if number == len(kinds) + 1 and all(map(is_alike, left.values())):
                 break  # every call leaves the same, and each has been made after it
-            with in_mode(model, kind[0], back=flag):
+            with in_mode(model, kind[0], back=back):
                 first = None if number else known.get(kind)
                 if first is not None and first.after is not None:
                     first.after.restore()
@@ -62,17 +61,5 @@ def check_order(
             same_state = is_alike(left.setdefault(kind, State(model)))
             if not (same_state and same(found, expected.setdefault(kind, found))):
                 raise refusal
-    finally:
-        before.restore()
-
-
-def _only_sets_flags(model: nn.Module) -> bool:
-    """True if another mode is nothing but other flags, also where a class has its own train()."""
-    before, flags = State(model), modes(model)
-    try:
-        with in_mode(model, not model.training, back=False):
-            for module, flag in flags.items():
-                module.training = flag
-            return before.change({}) is None
     finally:
         before.restore()

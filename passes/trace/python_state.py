@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdcompile.eager.modes import in_mode
 from pdcompile.eager.snapshot import Alike, difference, identical, restore, snapshot, tensors_at
 from pdcompile.errors import TraceError
 from pdcompile.passes.stages.naming import below
@@ -43,6 +44,8 @@ class State:
                 continue
             kept, attributes = self._before[path].content, vars(module)
             for name in [*kept, *(n for n in attributes if n not in kept)]:
+                if kept.get(name, self) is attributes.get(name, kept):
+                    continue
                 place = found = f"{path}.{name}" if path else name
                 if name in kept and name in attributes:
                     found = difference(kept[name], attributes[name], place, alike)
@@ -105,10 +108,8 @@ def preserved_state(model: nn.Module, training: bool) -> Iterator[None]:
     # The fused inference kernel of nn.TransformerEncoderLayer rounds differently from the
     # operators that it replaces, and a recorded model runs those.
     torch.backends.mha.set_fastpath_enabled(False)
-    if model.training != training:
-        model.train(training)
     try:
-        with kept_buffers(model):
+        with in_mode(model, training, back=False), kept_buffers(model):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

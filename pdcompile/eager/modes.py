@@ -11,8 +11,6 @@ from pdcompile.eager.digest import digest
 from pdcompile.errors import ConfigError
 from pdcompile.warn import warn
 
-_switching: list[nn.Module] = []
-
 Modes = dict[nn.Module, bool]  # module: whether it is in training mode
 
 
@@ -41,16 +39,7 @@ def in_mode(model: nn.Module, training: bool, *, back: bool = True) -> Iterator[
 
 def _switch(model: nn.Module, training: bool) -> None:
     if model.training != training:
-        _switching.append(model)
-        try:
-            model.train(training)
-        finally:
-            _switching.pop()
-
-
-def switching() -> bool:
-    """True if a model's own ``train()`` is running."""
-    return bool(_switching)
+        model.train(training)
 
 
 def modes_in(model: nn.Module, training: bool) -> Modes:

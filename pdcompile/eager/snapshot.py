@@ -131,6 +131,8 @@ def difference(kept: Any, value: Any, path: str, alike: Alike) -> str | None:
     if not isinstance(value, dict):
         return None if value == old else path
     for key in [*old, *(k for k in value if k not in old)]:
+        if old.get(key, MISSING) is dict.get(value, key, old):  # as most are: no text for these
+            continue
         place = f"{path}[{key!r}]"
         if key not in old or key not in value:
             return place
@@ -166,10 +168,8 @@ def _captured(function: FunctionType) -> tuple[Any, ...]:
         return (object(),)
 
 
-def restore(kept: Any) -> None:
+def restore(kept: Contents) -> None:
     """Restores the containers of a snapshot in place."""
-    if not isinstance(kept, Contents):
-        return
     container, content = _table(kept.container), kept.content
     if is_array(container):
         if container.flags.writeable:
@@ -187,7 +187,8 @@ def restore(kept: Any) -> None:
         container.clear()
         container.update(content)
     for item in content.values() if isinstance(container, dict) else content:
-        restore(item)
+        if isinstance(item, Contents):
+            restore(item)
 
 
 def _bare(kept: Any) -> Any:

@@ -77,6 +77,7 @@ def record(
     *,
     training: bool,
     settle: bool = True,
+    before: State | None = None,
     like: Recording | None = None,
 ) -> Recording:
     """Records the model on fake tensors, in as many runs as sizes that depend on values need.
@@ -84,6 +85,7 @@ def record(
     Opaque modules become one op each; for them the model also runs on real tensors.  Without
     `settle` the model stays as the run left it, in its present mode; else it is restored.  A run
     after another one, which only has to be the same computation, is made at the usual sizes alone.
+    `before`: the state of the model in this mode, where it is known.
     `like`: a recording whose ops this one has to have.
 
     Raises:
@@ -122,17 +124,19 @@ def record(
             raise assumed.refusal
         return found
 
-    return _restored(subject, recorded, training) if settle else recorded()
+    return _restored(subject, recorded, training, before) if settle else recorded()
 
 
-def _restored(subject: Subject, recorded: Callable[[], Recording], training: bool) -> Recording:
+def _restored(
+    subject: Subject, recorded: Callable[[], Recording], training: bool, before: State | None
+) -> Recording:
     """A recording, with the state after it where that is another one; the model is as before.
 
     What later calls make of such a state is for `check_order`.
     """
     model, kept = subject.model, subject.cached_tensors
     with in_mode(model, training):
-        before, flags = State(model), modes(model)
+        before, flags = before or State(model), modes(model)
         try:
             found = recorded()
             change = before.change(found.findings.assigned)
