@@ -97,7 +97,9 @@ class LayoutSearch:
         known = [one for one in layouts if named(one) in self._steps]
         known.sort(key=lambda one: self._steps[named(one)])
         none = [one for one in layouts if named(one) in self._bounds.keys() - self._steps.keys()]
-        known += none[:1]  # or its error
+        known += none[:1]
+        if not known and isinstance(self._first, InfeasibleError):
+            known += layouts[:1]  # for its error, which a sketch has without the memory that helps
         for one in known:
             rest = total - self._spent
             if self.best is None:

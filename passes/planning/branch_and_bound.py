@@ -358,10 +358,11 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
         plan = replace(plan, certificate=certificate, notes=(*plan.notes, *notes))
         return plan, measure(limited, candidate.stage_of)
 
+    alone = not search.sketch and search.elsewhere == math.inf  # else nobody reads a remedy
     try:
-        return replace(within_ledgers(problem, planned), problem=problem)
+        return replace(within_ledgers(problem, planned, advises=alone), problem=problem)
     except InfeasibleError as error:
-        if not (search.training.kind.trains and limited(search.cluster)):
+        if not (alone and search.training.kind.trains and limited(search.cluster)):
             raise  # else a cut alone keeps activations
         own = search.cluster, replace(search.space, recompute=(False, True)), search.training
         try:

@@ -35,18 +35,20 @@ LOOSER = "a bound by the formula alone"
 Solve = Callable[[PartitionProblem], tuple[Plan, Partition]]
 
 
-def within_ledgers(problem: PartitionProblem, solve: Solve) -> Plan:
+def within_ledgers(problem: PartitionProblem, solve: Solve, *, advises: bool = True) -> Plan:
     """The best plan found whose ledgers keep every stage's memory limit.
 
     A plan without a forecast, of a schedule too long for ledgers, keeps the formula alone.
 
     Args:
         solve: raises InfeasibleError.
+        advises: errors name a limit under which a plan was found, which takes as long as many
+            plans.
 
     Raises:
         InfeasibleError: no plan keeps the formula.
         NotFoundError: none was found that keeps the ledgers as well; names the stage, its limit
-            and what its schedule needs.  Both name a limit under which a plan was found.
+            and what its schedule needs.
     """
     try:
         plan, _ = _planned_within(problem, solve)
@@ -56,7 +58,7 @@ def within_ledgers(problem: PartitionProblem, solve: Solve) -> Plan:
     except InfeasibleError as error:
         sizes = {s: one.memory_bytes for s, one in enumerate(problem.stages)}
         limits = {s: size for s, size in sizes.items() if size is not None}
-        if not limits:
+        if not (limits and advises):
             raise
 
         def held(limit: int | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -114,6 +115,19 @@ def test_where_no_sketch_has_a_plan_one_layout_is_searched_for_its_error() -> No
             raise NotFoundError("none was found that fits", where="memory")
     assert seen == [(1, True), (4, True), (2, True), (2, False)]
     with pytest.raises(NotFoundError, match="none was found"):
+        search.fastest()
+
+
+def test_where_no_layout_fits_the_first_one_is_planned_for_its_error() -> None:
+    """A sketch does not look for the memory that is enough."""
+    search, seen = LayoutSearch(True, Listener()), []
+    for one in search.turns([Options.given({"parts": n}) for n in (1, 2)]):
+        seen.append((one.parts, search.sketches))
+        assert search.elsewhere == math.inf
+        with search.trying(one):
+            raise InfeasibleError("sketch" if search.sketches else "plan")
+    assert seen == [(1, True), (2, True), (1, False)]
+    with pytest.raises(InfeasibleError, match=r"^whole stages: plan; nor is there another layout"):
         search.fastest()
 
 

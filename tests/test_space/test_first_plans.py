@@ -88,6 +88,7 @@ def test_what_is_likely_to_be_fastest_is_cut_first(monkeypatch: pytest.MonkeyPat
     def judged(self: FirstPlans, until: float) -> None:
         judge(self, until)
         least.append(self.trials.below_with_gain)
+        self.trials.budget.stop()  # what is sought after these is no matter
 
     monkeypatch.setattr(FirstPlans, "_estimate", estimated)
     monkeypatch.setattr(Branch, "likely", made)
@@ -112,7 +113,7 @@ def test_every_setting_is_first_sought_in_all_of_the_memory(
 
     monkeypatch.setattr(Branch, "likely", made)
     monkeypatch.setattr(Trials, "quick", lambda *_: False)
-    monkeypatch.setattr(FirstPlans, "_bound", lambda _: None)
+    monkeypatch.setattr(FirstPlans, "_bound", lambda self: self.trials.budget.stop())
     searched(10.0, Told(), 10**9, layers=100)
     assert {each[0] for each in shares.values()} == {1.0}
 
@@ -222,7 +223,7 @@ def test_plans_with_room_to_spare_are_made_once(monkeypatch: pytest.MonkeyPatch)
 
     whole = Trials.plan
     monkeypatch.setattr(Trials, "plan", plan)
-    searched(10.0, told, 10**9, layers=100)
+    searched(2.0, told, 10**9, layers=100)
     assert len(told.lines) > 1
     assert len({*made}) == 1
 
