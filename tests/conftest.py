@@ -17,6 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -42,14 +43,19 @@ _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what i
 
 @pytest.fixture(scope="session", autouse=True)
 def one_capture_a_model() -> Iterator[None]:
-    """`pdcompile.compile` captures a model that is like a known one once for all tests, and files
-    of installed packages, which a capture beside a plan has digests of, are read once."""
+    """`pdcompile.compile` captures a model that is like a known one once for all tests, files of
+    installed packages, which a capture beside a plan has digests of, are read once, and options of
+    all verbs are declared once."""
     with pytest.MonkeyPatch.context() as patch:
         if "torch" in sys.modules:  # which not all tests need
             from tests.helpers.captures import capture_once, digest_once
 
             patch.setattr("pdcompile.driver.capture", capture_once)
             patch.setattr("pdcompile.passes.stages.capture_file._digest", digest_once)
+        if "typer" in sys.modules:
+            from typer.main import get_command
+
+            patch.setattr("typer.main.get_command", cache(get_command))
         yield
 
 

@@ -28,7 +28,7 @@ from pdcompile.releases.torch_internals import FakeTensor
 
 _LARGE = 1_000  # containers with more items are data, not tables of forward
 _DEPTH = 3  # of containers in a value
-_NOT_USERS = ("torch", "pdcompile", "functools", "inspect", "re", "typing")
+_NOT_USERS = ("torch", "pdcompile", "functools", "importlib", "inspect", "re", "sympy", "typing")
 _CACHE: Any = type(functools.lru_cache(maxsize=1)(len))
 
 
@@ -90,10 +90,7 @@ class GlobalState:
                 _clean(place, content)
             self._before = []
             for cache, before in zip(self._caches, misses, strict=True):
-                home = str(getattr(cache, "__module__", "")).split(".")
-                # A logging module caches which messages the user has seen (warning_once).
-                of_user = home[-1] != "logging" and home[0] not in _NOT_USERS
-                if of_user and cache.cache_info().misses != before:
+                if cache.cache_info().misses != before:
                     cache.cache_clear()
 
     def check(self, alike: Callable[[torch.Tensor], bool]) -> None:
@@ -161,6 +158,8 @@ def _fakes_in(value: Any) -> list[torch.Tensor]:
 
 
 def _caches() -> list[Any]:
+    """All functions of this process that functools.lru_cache or cache wraps and that may keep
+    tensors of the user's."""
     # Twice as fast as looking at the types of all objects: an object refers to its type.  Nobody
     # sees the references of frozen ones.
     if frozen := gc.get_freeze_count():
@@ -168,4 +167,9 @@ def _caches() -> list[Any]:
     found = [one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE]
     if frozen:
         gc.freeze()
-    return found
+    return [one for one in found if _may_keep(str(getattr(one, "__module__", "")).split("."))]
+
+
+def _may_keep(home: list[str]) -> bool:
+    # A logging module caches which messages the user has seen (warning_once).
+    return home[-1] != "logging" and home[0] not in _NOT_USERS
