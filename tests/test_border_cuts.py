@@ -19,7 +19,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.costs.forecast import residents
 from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.space.pipelines import filled
-from pdcompile.passes.planning import border_cuts
+from pdcompile.passes.planning import border_cuts, branch_and_bound
 from pdcompile.passes.planning.border_cuts import (
     divided,
     divided_before,
@@ -153,7 +153,10 @@ def test_only_the_chosen_plan_is_rehearsed(
     assert ("by the schedule's ledger" in plan.certificate.scope) == (memory is not None)
 
 
-def test_a_preferred_plan_whose_ledgers_exceed_a_limit_is_searched_for_again() -> None:
+def test_a_preferred_plan_whose_ledgers_exceed_a_limit_is_searched_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(branch_and_bound, "PATIENCE", 0.2)  # any plan will do
     graph, loose = uneven(), links(2)
     for tolerance in (0.0, 0.03):
         plan = planned(graph, loose, tolerance=tolerance)
@@ -214,8 +217,9 @@ def test_a_simple_cut_that_is_faster_than_what_was_searched_is_the_fastest() -> 
     assert (judged.fastest_seconds, notes) == (None, ())
 
 
-def test_updates_count_among_simple_cuts() -> None:
+def test_updates_count_among_simple_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head takes longest wherever the blocks are; their updates are shorter apart."""
+    monkeypatch.setattr(branch_and_bound, "PATIENCE", 0.2)  # the fastest is found at once
     graph, cluster = transformer([1.0] * 6, head=4.0), links(4)
     training = Training(step_moved=10.0, moving_seconds=2e-4)
     fastest = planned(graph, cluster, training=training)

@@ -105,6 +105,7 @@ def test_two_sizes_alone_do_not_say_that_a_number_is_linear(
     assert (found.train.sizes.smallest, found.train.sizes.largest) == (16, 16)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("size", [2, 5, 9, 34])
 @pytest.mark.parametrize("divisor", [2, 3, 4, 8])
 def test_divisibility_that_no_question_shows_is_seen(size: int, divisor: int) -> None:

@@ -67,7 +67,6 @@ def gpt_in_parts(family: Any, stages: int = 1, dtype: torch.dtype = torch.float6
 
 
 @cache
-@cache
 def llama_by_width(dtype: torch.dtype) -> InParts:
     model = hugging_face("Llama", dtype)
     return written(model, {"input_ids": tokens(0)}, tokens(1), of_logits)
