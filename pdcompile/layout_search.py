@@ -81,10 +81,8 @@ class LayoutSearch:
 
     def turns(self, layouts: Sequence[Options]) -> Iterator[Options]:
         """Each layout with its share of one half of the time, then the best one with the other; the
-        next best where there is no plan of it or time is left, and the first of those without a
-        sketch.
-
-        To divide the model counts, to capture it does not.
+        next best where there is no plan of it or time is left, then the first without a sketch, or
+        the first that does not fit.  To divide the model counts, to capture it does not.
         """
         if not self.several:
             yield from layouts
@@ -97,9 +95,9 @@ class LayoutSearch:
         known = [one for one in layouts if named(one) in self._steps]
         known.sort(key=lambda one: self._steps[named(one)])
         none = [one for one in layouts if named(one) in self._bounds.keys() - self._steps.keys()]
-        known += none[:1]
+        known += none[:1]  # or its error
         if not known and isinstance(self._first, InfeasibleError):
-            known += layouts[:1]  # for its error, which a sketch has without the memory that helps
+            known += layouts[:1]  # for its error: no sketch looks for the memory that is enough
         for one in known:
             rest = total - self._spent
             if self.best is None:

@@ -40,15 +40,11 @@ def within_ledgers(problem: PartitionProblem, solve: Solve, *, advises: bool = T
 
     A plan without a forecast, of a schedule too long for ledgers, keeps the formula alone.
 
-    Args:
-        solve: raises InfeasibleError.
-        advises: errors name a limit under which a plan was found, which takes as long as many
-            plans.
-
     Raises:
-        InfeasibleError: no plan keeps the formula.
+        InfeasibleError: no plan keeps the formula, as `solve` says.
         NotFoundError: none was found that keeps the ledgers as well; names the stage, its limit
-            and what its schedule needs.
+            and what its schedule needs.  Where this `advises`, which takes as long as many plans,
+            both name a limit under which a plan was found.
     """
     try:
         plan, _ = _planned_within(problem, solve)
@@ -56,8 +52,8 @@ def within_ledgers(problem: PartitionProblem, solve: Solve, *, advises: bool = T
             return plan
         return replace(plan, certificate=_scoped(plan.certificate, SCOPE))
     except InfeasibleError as error:
-        sizes = {s: one.memory_bytes for s, one in enumerate(problem.stages)}
-        limits = {s: size for s, size in sizes.items() if size is not None}
+        every = enumerate(problem.stages)
+        limits = {s: size for s, one in every if (size := one.memory_bytes) is not None}
         if not (limits and advises):
             raise
 

@@ -158,8 +158,7 @@ def _fakes_in(value: Any) -> list[torch.Tensor]:
 
 
 def _caches() -> list[Any]:
-    """All functions of this process that functools.lru_cache or cache wraps and that may keep
-    tensors of the user's."""
+    """Functions that functools.lru_cache or cache wraps and that may keep tensors of the user's."""
     # Twice as fast as looking at the types of all objects: an object refers to its type.  Nobody
     # sees the references of frozen ones.
     if frozen := gc.get_freeze_count():
@@ -167,9 +166,6 @@ def _caches() -> list[Any]:
     found = [one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE]
     if frozen:
         gc.freeze()
-    return [one for one in found if _may_keep(str(getattr(one, "__module__", "")).split("."))]
-
-
-def _may_keep(home: list[str]) -> bool:
+    homes = ((one, str(getattr(one, "__module__", "")).split(".")) for one in found)
     # A logging module caches which messages the user has seen (warning_once).
-    return home[-1] != "logging" and home[0] not in _NOT_USERS
+    return [one for one, home in homes if home[-1] != "logging" and home[0] not in _NOT_USERS]
