@@ -24,7 +24,6 @@ from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.plan import Plan
 from pdcompile.plan.embedded import assignment, problem_of
-from pdcompile.plan.evaluate import measure, violations
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.constraints import Apart, Constraint, Pin
 from pdcompile.problem.deployment import stage_limits
@@ -32,6 +31,7 @@ from pdcompile.problem.space import Setting
 from tests.helpers.derived_plan import check_derived
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import planned
+from tests.helpers.problems import measure, violations
 
 
 def machines(count: int, memory: int | None = None) -> Cluster:

@@ -17,11 +17,11 @@ from pdcompile.passes.coarsen import coarsen, spans
 from pdcompile.passes.coarsen.items import Assembly
 from pdcompile.passes.coarsen.spans import Groups
 from pdcompile.passes.partition import partition
-from pdcompile.plan.evaluate import measure
 from pdcompile.problem import PartitionProblem, StageLimits
 from tests.helpers import models
 from tests.helpers.costed import profile
 from tests.helpers.graphs import B, GraphBuilder, chain, check, random_graphs, residual
+from tests.helpers.problems import measure
 
 TWO = (StageLimits(bytes_per_second=1e3),) * 2
 

@@ -17,10 +17,10 @@ from pdcompile.passes.planning.optimizer_state import ADAM, OptimizerCosts, opti
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.simulate.ledger import held_over_time
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
-from pdcompile.plan.evaluate import measure
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
 from pdcompile.problem.space import Setting
 from pdcompile.schedule.spec import BUCKET_BYTES
+from tests.helpers.problems import measure
 from tests.helpers.schedules import chain, make_plan
 
 

@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from pdcompile.passes.partition.chains import solve
 from pdcompile.passes.partition.cpsat import IntegerProgram
 from pdcompile.passes.partition.model import all_ideals, build, positions
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.plan.evaluate import measure, violations
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import (
     Item,
     PartitionProblem,
@@ -34,7 +35,9 @@ from tests.helpers.problems import (
     evaluate,
     gpt_problem,
     holding,
+    measure,
     random_problem,
+    violations,
 )
 
 
@@ -252,7 +255,11 @@ def test_large_problem_is_cut_and_bounded() -> None:
 
 
 def test_planner_checks_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "violations", lambda *_: ["nonsense"])
+    class Wrong(Evaluation):
+        def violations(self) -> Iterator[str]:
+            yield "nonsense"
+
+    monkeypatch.setattr(answer, "Evaluation", Wrong)
     with pytest.raises(PlanError, match=r"internal error.*nonsense"):
         partition(chain_problem([1.0, 2.0], 2))
 

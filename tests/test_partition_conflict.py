@@ -11,10 +11,9 @@ from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition, search
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.no_plan import keeping, limits_of, no_assignment
-from pdcompile.plan.evaluate import violations
 from pdcompile.problem import PartitionProblem, Wish
 from pdcompile.problem.constraints import smallest_conflict
-from tests.helpers.problems import chain_problem, random_problem
+from tests.helpers.problems import chain_problem, random_problem, violations
 
 
 def assignments(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:

@@ -8,9 +8,8 @@ import pytest
 
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.search import solve
-from pdcompile.plan.evaluate import measure
 from pdcompile.problem import PartitionProblem
-from tests.helpers.problems import brute_force, holding
+from tests.helpers.problems import brute_force, holding, measure
 from tests.test_path_bound import blocks, branched, ratios
 
 

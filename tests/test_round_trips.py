@@ -11,10 +11,10 @@ from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.model import build, positions
 from pdcompile.passes.partition.round_trips import CLOSE, Trips, likely_groups
 from pdcompile.passes.partition.segments import Segments
-from pdcompile.plan.evaluate import Deployment, measure
+from pdcompile.plan.evaluate import Deployment
 from pdcompile.problem import Item, PartitionProblem, StageLimits, Traffic
 from pdcompile.schedule.registry import kind_of
-from tests.helpers.problems import brute_force
+from tests.helpers.problems import brute_force, measure
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "2bw")
 

@@ -21,6 +21,7 @@ from pdcompile.schedule import Action
 from pdcompile.schedule.registry import KINDS
 from tests.helpers.problems import chain_problem
 from tests.helpers.schedules import chain, make_plan, microbatches
+from tests.helpers.timing import of_hops
 
 
 def links(seconds_per_byte: float, latency: float = 0.0, *, full_duplex: bool = True) -> Links:
@@ -93,7 +94,7 @@ def flush_plans(draw: st.DrawFn) -> tuple[Plan, PipelineTimes]:
         seconds=[(time, 2 * time) for time in times],
     )
     backward = {(b, a): seconds for (a, b), seconds in forward.items()}
-    timing = PipelineTimes.of_hops(times, [2 * time for time in times], forward, backward)
+    timing = of_hops(times, [2 * time for time in times], forward, backward)
     return plan, timing
 
 
@@ -115,7 +116,7 @@ def test_a_stage_sends_to_the_nearest_first() -> None:
     plan = make_plan("gpipe", 5, 5, edges=edges, seconds=[(one, 2 * one) for one in times])
     ahead = {(one.source, one.targets[0]): one.bytes / 8 for one in edges}
     back = {(b, a): seconds for (a, b), seconds in ahead.items()}
-    timing = PipelineTimes.of_hops(times, [2 * one for one in times], ahead, back)
+    timing = of_hops(times, [2 * one for one in times], ahead, back)
     found = simulate(plan, links=links(1 / 8)).forecast.step_seconds
     assert found == timing.makespan(plan.training.warmup, 5) == 31.5
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pdcompile.errors import InfeasibleError
 from pdcompile.passes.partition import partition
-from pdcompile.plan.evaluate import measure, violations
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import (
     Holding,
     Item,
@@ -83,7 +83,7 @@ def _difference(
         same = (answer is None) == (best is None)
         return "" if same else f"{'no plan' if answer is None else 'a plan'}, brute force {best}"
     found, bound = answer
-    if violations(problem, found.stage_of):
+    if any(Evaluation(problem, found.stage_of).violations()):
         return f"{found.stage_of} is not allowed"
     if not math.isclose(found.objective, best, rel_tol=AGREE, abs_tol=1e-12):
         return f"{found.objective!r}, brute force {best!r}"
@@ -109,8 +109,8 @@ def brute_force(problem: PartitionProblem) -> float | None:
                 busy[s] += item.forward_seconds + item.backward_seconds
             if max(t / st.speed for t, st in zip(busy, problem.stages, strict=True)) * times > best:
                 continue
-        if not violations(problem, stage_of):
-            objective = measure(problem, stage_of).objective
+        if not any(Evaluation(problem, stage_of).violations()):
+            objective = Evaluation(problem, stage_of).partition().objective
             best = objective if best is None else min(best, objective)
     return best
 
@@ -200,7 +200,7 @@ def _tight(r: random.Random, problem: PartitionProblem) -> PartitionProblem:
     num_stages = len(problem.stages)
     cuts = sorted(r.randint(0, len(problem.items)) for _ in range(num_stages - 1))
     stage_of = [sum(i >= cut for cut in cuts) for i in range(len(problem.items))]
-    needed = measure(problem, stage_of).memory_bytes
+    needed = Evaluation(problem, stage_of).partition().memory_bytes
     alike = max(needed) if r.random() < 0.5 else None
     factor = r.choice((1.0, 1.0, 1.0, 0.97, 0.8, 1.2))
     stages = []

@@ -11,7 +11,7 @@ from pdcompile.passes.partition.search import Progress, solve
 from pdcompile.passes.partition.space.no_plan import no_assignment
 from pdcompile.plan import NOT_CERTIFIED, Certificate
 from pdcompile.plan.embedded import unusable_numbers
-from pdcompile.plan.evaluate import violations
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem
 
 DEFAULT_SECONDS, PATIENCE = 20.0, 2.0
@@ -72,7 +72,7 @@ def partition(
             if budget.stopped and not search.impossible:
                 raise KeyboardInterrupt
             raise no_assignment(problem, budget, seed, proved=search.impossible)
-        for wrong in violations(problem, search.best.stage_of):
+        for wrong in Evaluation(problem, search.best.stage_of).violations():
             raise PlanError(f"internal error: the planner's answer fails its own check: {wrong}")
         found = replace(
             NOT_CERTIFIED, prover=search.prover, seconds=budget.spent, scope=problem.scope

@@ -27,7 +27,7 @@ from pdcompile.passes.partition.bounds import crude_upper
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError, minimize
 from pdcompile.passes.partition.model import Flow, Model
 from pdcompile.passes.partition.thresholds import Literal, Thresholds, negated
-from pdcompile.plan.evaluate import violations
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.plan.makespan import Path
 from pdcompile.plan.wires import Direction, StagePair
 from pdcompile.schedule.registry import PARTS
@@ -315,7 +315,7 @@ def any_assignment(model: Model, budget: Budget, seed: int) -> tuple[int, ...] |
             return None
         if groups is None:
             break
-        if not violations(model.problem, model.items_of(groups)):
+        if not any(Evaluation(model.problem, model.items_of(groups)).violations()):
             return groups
         program.forbid(groups)
     raise OutOfTimeError

@@ -119,6 +119,10 @@ class Model:
                 result[item] = stage
         return tuple(result)
 
+    def groups_of(self, stage_of: Sequence[int]) -> tuple[int, ...]:
+        """The stage of every group, given that of every item: that of its first one."""
+        return tuple(stage_of[members[0]] for members in self.members)
+
 
 def build(problem: PartitionProblem, blocks: Iterable[Sequence[int]] = ()) -> Model:
     """Reduce the problem; `blocks` are further items to fuse (not exact: for upper bounds).
@@ -273,13 +277,6 @@ def moves(
             while count < min(len(held), RUN + 1):
                 yield tuple(held[-count:] if to > side else held[:count]), to
                 count = (3 * count + 1) // 2
-
-
-def next_to(
-    arcs: Sequence[tuple[int, int]], groups: tuple[int, ...], num_stages: int
-) -> Iterator[tuple[int, ...]]:
-    """Assignments after one such move each."""
-    return (after(groups, *move) for move in moves(arcs, groups, num_stages))
 
 
 def after(groups: Sequence[int], moved: Iterable[int], to: int) -> tuple[int, ...]:

@@ -13,14 +13,13 @@ from pdcompile.passes.partition.bounds import bounding_cost, simple_bound
 from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.chains import solve as best_chain
 from pdcompile.passes.partition.cpsat import IntegerProgram, any_assignment
-from pdcompile.passes.partition.known_paths import KnownPaths, Neighbourhood
+from pdcompile.passes.partition.known_paths import KnownPaths
+from pdcompile.passes.partition.local_search import Groups, LocalSearch
 from pdcompile.passes.partition.model import (
     Model,
-    after,
     all_ideals,
     build,
     contracted,
-    moves,
     positions,
 )
 from pdcompile.passes.partition.round_trips import likely_groups
@@ -31,7 +30,6 @@ from pdcompile.plan.makespan import Path
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.units import format_seconds
 
-Groups = tuple[int, ...]  # the stage of each
 Progress = Callable[[str], None]
 ALONG = "dynamic program over ranks, along a path"
 NEWS = 1e-3  # relative, of a plan or bound that is better
@@ -65,20 +63,20 @@ class Search:
 
     def offer(
         self, groups: Groups, model: Model | None = None, *, below: float | None = None
-    ) -> Partition | None:
-        """Evaluate an assignment of groups: None if it breaks a rule or is no better than the best,
-        or than so many seconds; where any will do, moves of groups may begin with it."""
+    ) -> float | None:
+        """Seconds of an assignment of groups: None if it breaks a rule or is no better than the
+        best, or than so many; where any will do, moves of groups may begin with it."""
         below = self.upper if below is None else below
         plan = Evaluation(self.problem, (model or self.model).items_of(groups))
         if any(plan.violations()) or self.known.seconds(plan, below) >= below:
             return None
-        found, own = plan.partition(), tuple(plan.stage_of[one[0]] for one in self.model.members)
+        found, own = plan.partition(), self.model.groups_of(plan.stage_of)
         if below == math.inf:
             self.starts[own] = found.objective
         if found.objective < self.upper:
             self.best, self.groups = found, own
             self._tell()
-        return found
+        return found.objective
 
     def prove(self, bound: float, prover: str) -> None:
         """No assignment is better than `bound` seconds."""
@@ -121,8 +119,6 @@ MAX_COARSE = 600  # groups of the coarse model of a very large problem
 FIRST = 200  # groups of the model that gives the first plan
 MOVING = 0.5  # of the time that is left
 LIKELY = 1.1  # starts that take so many times as long as the fastest, at most
-KICKS = 30  # without gain, after which local search ends
-NEAR, MADE = 2, (2, 6)  # boundaries around one whose groups a kick moves, and how many moves it is
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
 
 
@@ -237,52 +233,31 @@ def _bound(search: Search) -> None:
 
 
 def improve(search: Search) -> None:
-    """Local search: moves groups of each start over a boundary, one or several, as long as that
-    helps; where known paths make that cheap (not for streams) it goes on from near the best
-    (iterated local search: Lourenço, Martin and Stützle, 2003); half of the patience is left."""
+    """Local search from each start, and from near the best where known paths make that cheap (not
+    for streams); half of the patience is left."""
     until = search.budget.spent + MOVING * search.budget.left
-    draws, least = random.Random(search.seed), min(search.starts.values())
+    least = min(search.starts.values())
+    local = LocalSearch(
+        search.model,
+        lambda groups: Evaluation(search.problem, search.model.items_of(groups)),
+        lambda groups, below: search.offer(groups, below=below),
+        lambda: _ends(search, until),
+        search.known,
+    )
     for seconds, start in sorted((seconds, start) for start, seconds in search.starts.items()):
         if seconds <= LIKELY * least:
-            _climb(search, start, seconds, until)
-    kicks, patience = 0 if search.paths else KICKS, search.budget.patience / 2
-    while kicks < KICKS and search.budget.waits >= patience and not _ends(search, until):
-        kicked, upper = _kicked(search, draws), search.upper
-        if found := search.offer(kicked, below=math.inf):
-            _climb(search, kicked, found.objective, until)
-        kicks = 0 if search.upper < upper else kicks + 1
+            local.climb(start, seconds)
+    patience = search.budget.patience / 2
+    if search.paths:
+        local.go_on(
+            lambda: (search.groups, search.upper),
+            random.Random(search.seed),
+            lambda: search.budget.waits < patience or _ends(search, until),
+        )
 
 
 def _ends(search: Search, until: float) -> bool:
     return search.proved or search.budget.late or search.budget.spent > until
-
-
-def _climb(search: Search, stages: Groups, seconds: float, until: float) -> None:
-    """Makes moves as long as one helps; those that shorten the known paths most come first."""
-    arcs, count, better = search.model.arcs, search.model.num_stages, True
-    while better:
-        near, better = Neighbourhood(search.model, search.on, stages, search.paths), False
-        every = [*moves(arcs, stages, count)]
-        for least, n in sorted((near.least(*move), n) for n, move in enumerate(every)):
-            if _ends(search, until):
-                return
-            if least >= seconds or near.least(*every[n]) >= seconds:
-                continue
-            if found := search.offer(moved := after(stages, *every[n]), below=seconds):
-                stages, seconds, better = moved, found.objective, True
-                break
-            near.know(search.paths)
-
-
-def _kicked(search: Search, draws: random.Random) -> Groups:
-    """The best assignment after a few random moves near one boundary, whether they help or not."""
-    stages, count = search.groups, search.model.num_stages
-    at = draws.randrange(max(count - 1, 1))
-    for _ in range(draws.randint(*MADE)):
-        every = moves(search.model.arcs, stages, count)
-        near = [(own, to) for own, to in every if abs(min(to, stages[own[0]]) - at) <= NEAR]
-        stages = after(stages, *draws.choice(near)) if near else stages
-    return stages
 
 
 def prove(search: Search) -> None:

@@ -29,7 +29,7 @@ from pdcompile.passes.partition.alternatives import seconds_of
 from pdcompile.passes.partition.answer import claimed
 from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.chains import evenest
-from pdcompile.passes.partition.model import between, nearest, next_to, positions
+from pdcompile.passes.partition.model import after, between, moves, nearest, positions
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.planning.graph_free import updated_sizes
 from pdcompile.plan import Certificate
@@ -225,7 +225,8 @@ class Borders:
         evens = [evenest(segments, table) for table in self._tables(segments, stages)]
         best = min(filter(None, map(tried, evens)), default=None)
         while best is not None and kind == 0:
-            others = filter(None, map(tried, next_to(model.arcs, best[1], len(stages))))
+            near = (after(best[1], *move) for move in moves(model.arcs, best[1], len(stages)))
+            others = filter(None, map(tried, near))
             best = next((one for one in others if one[0] < best[0] * (1 - EQUAL)), None)
         return self._known()
 
@@ -249,7 +250,7 @@ class Borders:
         if stage_of not in self.seen:
             if self.budget.late:
                 return None
-            one = self.plan.of(stage_of)
+            one = Evaluation(self.plan.problem, stage_of, self.plan.deployment)
             self.seen[stage_of] = None if any(one.violations()) else self._cut(one)
         return self.seen[stage_of]
 

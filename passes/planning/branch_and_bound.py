@@ -35,7 +35,7 @@ from pdcompile.passes.partition.space.no_plan import (
     no_plan,
     too_large,
 )
-from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited, neighbours
+from pdcompile.passes.partition.space.pipelines import PreparedProblem, limited
 from pdcompile.passes.partition.space.search_branches import (
     Branch,
     branches,
@@ -46,10 +46,11 @@ from pdcompile.passes.planning.border_cuts import preferred
 from pdcompile.passes.planning.candidate_plan import making_seconds
 from pdcompile.passes.planning.memory_limits import SCOPE, within_ledgers
 from pdcompile.passes.planning.search.first_plans import FirstPlans
+from pdcompile.passes.planning.search.move_groups import move_groups
 from pdcompile.passes.planning.search.trials import EXACT, Sketched, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
 from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, Training
-from pdcompile.plan.evaluate import measure
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem
 from pdcompile.problem.space import Candidate, SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
@@ -57,7 +58,7 @@ from pdcompile.units import format_seconds
 
 PROBES = 3  # candidates of a branch that are tried as soon as it is opened
 MAX_TRIED = 400  # candidates that branches simulate, in all, once some plan is found
-SEARCHING = 0.8  # of the time; then what was put off is settled
+SEARCHING = 0.75  # of the time; then what was put off is settled
 ALONE = 0.6  # of the time for one stage a rank, where ranks may hold several
 SETTLING = 0.9  # of the time; the rest is for moving groups of the best
 MAX_MOVES = 200  # of single groups, in the end
@@ -169,24 +170,21 @@ class PlanSearch:
 
     def improve(self) -> None:
         """Move groups of the best candidate over a boundary as long as that helps."""
-        trials, left, kept = self.trials, MAX_MOVES, 0.0
-        moved = not self.sketch or self._prepared(self.space.microbatches[0]).complete
-        gain = EXACT if trials.found and trials.quick(trials.best) else GAIN
-        if self.tolerance > 0 and trials.found and not self.sketch:
+        trials, kept = self.trials, 0.0
+        if not trials.found or (
+            self.sketch and not self._prepared(self.space.microbatches[0]).complete
+        ):
+            return
+        if self.tolerance > 0 and not self.sketch:
             kept = 2 * trials.making(trials.best, anew=True)  # of a cut at borders, if it is faster
-        while trials.found and moved and self.floor < trials.below * (1 - EQUAL):
-            if trials.over(1.0):  # to make the first neighbour alone may take minutes
-                return
-            moved, best = False, trials.best
-            own, decide = best.setting.num_microbatches, self.space.decides_recomputation
-            for one in neighbours(self._prepared(own), self.cluster, best, decide=decide):
-                left -= 1
-                if left < 0 or trials.over(1.0) or self.budget.left < kept:
-                    return
-                trials.offer(one, now=True, gain=gain)
-                if trials.best is not best:
-                    moved = True
-                    break
+        most = trials.tried + MAX_MOVES
+
+        def ends() -> bool:
+            over = trials.over(1.0) or trials.tried > most or self.budget.left < kept
+            return over or self.floor >= trials.below * (1 - EQUAL)
+
+        gain = EXACT if trials.quick(trials.best) else GAIN
+        move_groups(trials, ends, gain, decide=self.space.decides_recomputation)
 
     def _unfinished(self, bound: float, branch: Branch | None, why: str) -> None:
         """Note that what was not tried may cost as little as its bound."""
@@ -356,7 +354,7 @@ def _best_cut(search: PlanSearch, branch: Branch, problem: PartitionProblem) -> 
         candidate, certificate, notes = _preferred(search, candidate, certificate)
         plan = search.trials.plan(candidate)
         plan = replace(plan, certificate=certificate, notes=(*plan.notes, *notes))
-        return plan, measure(limited, candidate.stage_of)
+        return plan, Evaluation(limited, candidate.stage_of).partition()
 
     alone = not search.sketch and search.elsewhere == math.inf  # else nobody reads a remedy
     try:

@@ -38,12 +38,6 @@ class CriticalPath:
     events: tuple[TimelineEvent, ...]
     shares: tuple[Share, ...]  # the largest first
 
-    @property
-    def decisive(self) -> Share | None:
-        """The largest share that one can do something about; None where nothing takes time."""
-        own = (one for one in self.shares if one.what not in ("fill", "drain"))
-        return next(own, None)
-
 
 def critical_path(
     timeline: Sequence[TimelineEvent], window: tuple[float, float], *, flush: bool

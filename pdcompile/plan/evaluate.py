@@ -86,15 +86,9 @@ class Evaluation:
     ):
         """Without a `deployment` a straight one on the problem's own stages."""
         self.problem, self.stage_of = problem, stage_of
-        self.placed = deployment is not None
         self.deployment = Deployment.straight(problem) if deployment is None else deployment
         self.m = self.deployment.num_microbatches
         self.stages = range(len(self.deployment.ranks))
-
-    def of(self, stage_of: Sequence[int], problem: PartitionProblem | None = None) -> Evaluation:
-        """Another assignment, or the same of a changed problem, on the same deployment."""
-        on = self.deployment if self.placed else None
-        return Evaluation(problem or self.problem, stage_of, on)
 
     def partition(self) -> Partition:
         """Seconds and bytes of an assignment that is known to break nothing."""
@@ -115,9 +109,14 @@ class Evaluation:
     @property
     def chained(self) -> bool:
         """True if a chain of forwards, backwards (or equal halves) and transfers tells its time."""
+        return self.bounded and self.times.straight
+
+    @property
+    def bounded(self) -> bool:
+        """True if such a chain, and a reduction after it, takes no longer."""
         on = self.deployment
         halves = kind_of(on.schedule).splits_backward
-        return on.flush and self.times.straight and not (halves and any(on.recompute))
+        return on.flush and self.times.chained and not (halves and any(on.recompute))
 
     @property
     def warmup(self) -> tuple[int, ...]:
@@ -267,13 +266,3 @@ class Evaluation:
         for s, limit in enumerate(self.deployment.limits):
             if limit is not None and (needed := self.needed(s)) > limit:
                 yield f"stage {s} needs {needed} bytes of memory, and has {limit}"
-
-
-def measure(problem: PartitionProblem, stage_of: Sequence[int]) -> Partition:
-    """Objective, loads and memory of an assignment, whether it is allowed or not."""
-    return Evaluation(problem, stage_of).partition()
-
-
-def violations(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
-    """Constraints that the assignment breaks, in words; empty when it is feasible."""
-    return list(Evaluation(problem, stage_of).violations())

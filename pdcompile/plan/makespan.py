@@ -15,10 +15,12 @@ When a message arrives follows from when its two ends were ready and when the on
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from itertools import starmap
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 from pdcompile.plan.wires import (
     ComputeEvent,
@@ -46,12 +48,31 @@ class Path:
     """A chain of work in which each waits for the one before: how often each of it occurs.
 
     Without traffic on one of its hops the chain falls apart and says nothing.  Either part of a
-    split backward is half a backward (of a stage that does not recompute).
+    split backward is half a backward (of a stage that does not recompute).  `reduced`: the stage
+    whose gradients' reduction ends it, if it has one.
     """
 
     forward: tuple[int, ...]  # per stage
     backward: tuple[float, ...]
     hops: tuple[tuple[StagePair, Direction, int], ...]
+    reduced: int | None = None
+
+
+class End(NamedTuple):
+    """When something is over, and why: an event, hops after it, a reduction of a stage."""
+
+    seconds: float
+    event: Event = None
+    hops: tuple[StagePair, ...] = ()
+    stage: int | None = None
+
+    def after(self, seconds: float, *hops: StagePair, stage: int | None = None) -> End:
+        """The end of what takes so many seconds from then on."""
+        stage = self.stage if stage is None else stage
+        return End(self.seconds + seconds, self.event, (*self.hops, *hops), stage)
+
+
+_seconds = itemgetter(0)
 
 
 def warmup_of(in_flight: Sequence[int], num_stages: int, num_microbatches: int) -> tuple[int, ...]:
@@ -129,6 +150,7 @@ class EventWalk:
         self.done = [0.0 for _ in stages]  # when the last rank comes to its update
         self.summed = [0.0 for _ in stages]  # when the last rank has all of its gradients
         self.because: list[Event] = [None for _ in stages]
+        self.sums: list[Event] = [None for _ in stages]  # what decided `summed`
         self.into: dict[bool, list[list[WireGroup]]] = {
             f: [[] for _ in stages] for f in (True, False)
         }
@@ -181,65 +203,49 @@ class EventWalk:
         at = wire.arrived[i]
         return (at, (wire, i)) if at > now else (now, because)
 
-    def last(self, finals: Mapping[StagePair, float]) -> tuple[Event, tuple[StagePair, ...]]:
-        """The event that decides when the last stage or final hop is done, and the final hops."""
-        no_hops: tuple[StagePair, ...] = ()
-        ends = [
-            (now, because, no_hops) for now, because in zip(self.done, self.because, strict=True)
-        ]
-        sums = sorted((hop for hop in finals if hop[0] > hop[1]), reverse=True)
-        for a, b in sums:
-            now, event, hops = ends[a]
-            came = now + finals[a, b], event, (*hops, (a, b))
-            ends[b] = max(ends[b], came, key=lambda one: one[0])
-        for (a, b), seconds in finals.items():
-            if a < b:
-                now, event, hops = max(ends[a], ends[b], key=lambda one: one[0])
-                ends.append((now + seconds, event, (*hops, (a, b))))
-        return max(ends, key=lambda one: one[0])[1:]
-
-    def updated(
+    def end(
         self,
         updates: Sequence[float],
         back: Sequence[float],
         norms: float | None,
-        finals: Sequence[tuple[StagePair, tuple[int, int], float]],
-    ) -> float:
+        finals: Sequence[tuple[StagePair, object, float]],
+    ) -> End:
         """When the last stage has stepped and the last copy of a tied parameter has arrived.
 
         `updates`: seconds from a stage's sums to its step, of which those of `back` come after
-        the norms.  `finals`: stages, ranks and seconds of each message with a sum of tied
+        the norms.  `finals`: stages, link and seconds of each message with a sum of tied
         gradients, in the order in which they are passed on, or with new weights.
         """
-        free: dict[StagePair, float] = defaultdict(float)
-        summed = list(self.summed)
-        for (a, b), link, seconds in finals:
-            if a > b:
-                free[link] = max(free[link], summed[a]) + seconds
-                summed[b] = max(summed[b], free[link])
-        step = [now + seconds for now, seconds in zip(summed, updates, strict=True)]
+        free: dict[object, End] = defaultdict(lambda: End(0.0))
+        summed = list(starmap(End, zip(self.summed, self.sums, strict=True)))
+        for hop, link, seconds in finals:
+            if hop[0] > hop[1]:
+                free[link] = max(free[link], summed[hop[0]], key=_seconds).after(seconds, hop)
+                summed[hop[1]] = max(summed[hop[1]], free[link], key=_seconds)
+        step = [one.after(updates[s], stage=s) for s, one in enumerate(summed)]
         for own in self.held.values():  # one after the other
-            last = 0.0
+            last = End(0.0)
             for s in own:
-                last = step[s] = max(last, step[s], self.done[s])
+                done = End(self.done[s], self.because[s])
+                last = step[s] = max(last, step[s], done, key=_seconds)
         if norms is not None:
-            all_known = norms + max(now - one for now, one in zip(step, back, strict=True))
-            step = [all_known + one for one in back]
-        for (a, b), link, seconds in finals:
-            if a < b:
-                free[link] = max(free[link], step[a], step[b]) + seconds
-        return max((*step, *free.values()))
+            known = max((one.after(-b) for one, b in zip(step, back, strict=True)), key=_seconds)
+            step = [known.after(norms).after(one) for one in back]
+        for hop, link, seconds in finals:
+            if hop[0] < hop[1]:
+                sent = max(free[link], step[hop[0]], step[hop[1]], key=_seconds)
+                free[link] = sent.after(seconds, hop)
+        return max((*step, *free.values()), key=_seconds)
 
     def shares(self, a: int, b: int) -> bool:
         """Does a rank of one of these stages hold others too?"""
         return any(len(self.held[rank]) > 1 for s in (a, b) for rank in self.ranks[s])
 
-    def path(self, event: Event, finals: Iterable[StagePair]) -> Path:
-        """How often forward and backward of each stage, and each hop, lead to the event."""
+    def path(self, end: End) -> Path:
+        """How often forward and backward of each stage, and each hop, lead to an end."""
         forward, backward = [0] * len(self.ranks), [0.0] * len(self.ranks)
-        hops: Counter[tuple[StagePair, Direction]] = Counter()
-        for final in finals:
-            hops[final, "final"] = 1
+        hops: Counter[tuple[StagePair, Direction]] = Counter((hop, "final") for hop in end.hops)
+        event = end.event
         while event is not None:
             if len(event) == 3:
                 s, action, _ = event
@@ -253,7 +259,7 @@ class EventWalk:
                 hops[wire.hop, wire.kind] += 1
                 event = wire.cause(i)
         found = tuple((hop, kind, times) for (hop, kind), times in sorted(hops.items()))
-        return Path(tuple(forward), tuple(backward), found)
+        return Path(tuple(forward), tuple(backward), found, end.stage)
 
     def _rank(self, rank: int, stages: Sequence[int]) -> Iterator[Wire]:
         """Wires that a rank waits for."""
@@ -308,7 +314,8 @@ class EventWalk:
                 own.returning += 1
                 post(own, False)
             if action in TO_WEIGHTS or not self.schedule.trains:
-                self.summed[s] = max(self.summed[s], now)
+                if now > self.summed[s]:
+                    self.summed[s], self.sums[s] = now, because
                 own.ended += 1
                 if own.ended + own.pool <= own.share:
                     post(own, True)

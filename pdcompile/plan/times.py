@@ -7,21 +7,22 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise, product, starmap
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pdcompile.cluster import GLOO, Cluster, Level, Link, message_seconds, ring_seconds, slowest
-from pdcompile.plan.makespan import EventWalk, Path
+from pdcompile.cluster import GLOO, Cluster, Link, message_seconds, ring_seconds, slowest
+from pdcompile.plan.makespan import End, EventWalk, Path
 from pdcompile.plan.wires import DIRECTIONS, Direction, StagePair, Wire, by_distance
 from pdcompile.schedule.fetches import Fetches, fetched_by, fetches
 from pdcompile.schedule.registry import DEFAULT, kind_of
-from pdcompile.schedule.turns import Pattern, horizon, in_turn, share_of
+from pdcompile.schedule.turns import Pattern, horizon, in_turn, share_of, uneven
 
 if TYPE_CHECKING:
     from pdcompile.plan.schema import Plan
 
 
-SECONDS = Level("seconds", 1, 1.0)  # a link on which a message takes as long as it has bytes
+#: stages, and seconds for each two ranks that take a microbatch, in turn
+Sent: TypeAlias = list[tuple[StagePair, dict[StagePair, float]]]
 
 
 class Message(NamedTuple):
@@ -31,7 +32,7 @@ class Message(NamedTuple):
     kind: Direction
     source: int
     target: int
-    bytes: int  # seconds, where the link is `SECONDS`
+    bytes: int
 
 
 def messages_of(
@@ -98,37 +99,29 @@ class PipelineTimes:
     once: bool = False
     fetches: Fetches = field(default_factory=dict)
 
-    @staticmethod
-    def of_hops(
-        forward: Sequence[float],
-        backward: Sequence[float],
-        *hops: Mapping[StagePair, float],
-        schedule: str = DEFAULT,
-        again: Sequence[float] = (),
-        ranks: Sequence[int] = (),
-    ) -> PipelineTimes:
-        """Stages of one rank each, of which the seconds of hops are known: of forward, backward
-        and final ones; `ranks`: of each stage; empty: its own."""
-        count, listed = len(forward), list[Message]()
-        for kind, table in zip(DIRECTIONS, hops, strict=False):
-            listed += [Message(kind, *hop, seconds) for hop, seconds in table.items()]  # type: ignore[arg-type]
-        return PipelineTimes(
-            forward,
-            backward,
-            [(rank,) for rank in ranks or range(count)],
-            listed,
-            lambda a, b: SECONDS,
-            [False] * count,
-            [0] * count,
-            schedule=schedule,
-            again=again,
-        )
+    @cached_property
+    def chains(self) -> int:
+        """Number of pipelines of a rank each stage that go on side by side, as fast as each other:
+        replicas that meet in reductions alone; 1 where that does not hold of all of them."""
+        count, unlike = len(self.ranks[0]), any(map(uneven, filter(None, self.patterns)))
+        unlike |= bool(self.fetches) or any(pace != 1 for own in self.paces for pace in own)
+        if unlike or any(len(own) != count for own in self.ranks):
+            return 1
+        each = [{own[q] for own in self.ranks} for q in range(count)]
+        if sum(map(len, each)) != len(set().union(*each)):
+            return 1
+        links = ([self.link(*pair) for pair in self._pairs(a, b)] for _, a, b, _ in self.messages)
+        return count if all(one == first for first, *others in links for one in others) else 1
 
     @cached_property
     def straight(self) -> bool:
         """Has every stage one rank of its own?"""
-        alone = len(set(self.ranks)) == len(self.ranks)
-        return alone and all(len(ranks) == 1 for ranks in self.ranks)
+        return self.chained and self.chains == 1 and len({*self.ranks}) == len(self.ranks)
+
+    @cached_property
+    def chained(self) -> bool:
+        """Has every stage one rank in each of the `chains`?"""
+        return all(len(own) == self.chains for own in self.ranks)
 
     @cached_property
     def hops(self) -> dict[Direction, dict[StagePair, float]]:
@@ -138,7 +131,8 @@ class PipelineTimes:
         for kind, a, b, size in self.messages:
             links = between.get((a, b))
             if links is None:
-                every = (self.link(x, y) for x in self.ranks[a] for y in self.ranks[b])
+                pairs = product(self.ranks[a], self.ranks[b])
+                every = starmap(self.link, self._pairs(a, b)[:1] if self.chains > 1 else pairs)
                 links = between[a, b] = list({id(one): one for one in every}.values())
             seconds = min(message_seconds(link, size) for link in links)
             tables[kind][a, b] = tables[kind].get((a, b), 0.0) + seconds
@@ -217,40 +211,47 @@ class PipelineTimes:
         Raises:
             ValueError: the stages wait for each other for ever (warm-up too small for the hops).
         """
-        walk = self._walk(warmup, num_microbatches)
+        return self._end(self._walk(warmup, num_microbatches), updates).seconds
+
+    def critical_path(self, warmup: Sequence[int], num_microbatches: int) -> Path:
+        """A longest path of the schedule, where it is `chained`: its weighted sum is the makespan
+        (with full duplex, and stages on ranks of their own).
+
+        With the same warm-up and microbatches, every other partition whose stages have these hops
+        takes at least this path's sum of its own seconds, because the order of programs and links
+        is fixed.  Links where it is not, half-duplex ones and those that several stages of a rank
+        share, are treated as if each hop had its own.
+        """
+        walk = self._walk(warmup, num_microbatches, fixed=True)
+        return walk.path(self._end(walk, fixed=True))
+
+    def _end(self, walk: EventWalk, updates: Sequence[float] = (), *, fixed: bool = False) -> End:
         finals = [
-            (hop, pair, seconds)
-            for hop, table in self._sent("final")
+            (hop, (hop, pair) if fixed else pair, seconds)
+            for hop, table in self._sent("final", fixed=fixed)
             for pair, seconds in table.items()
         ]
         norms = message_seconds(self._among(), 0.0) if self.clips else None
         reductions = [self.reduction(s) for s in range(len(self.ranks))]
         back = [one / 2 if self.homes and not self.once else 0.0 for one in reductions]
-        return walk.updated(updates or reductions, back, norms, finals)
-
-    def critical_path(self, warmup: Sequence[int], num_microbatches: int) -> Path:
-        """A longest path of the schedule: its weighted sum is the makespan (with full duplex).
-
-        With the same warm-up and microbatches, every other partition whose stages have these hops
-        takes at least this path's sum of its own seconds, because the order of programs and links
-        is fixed.  Half-duplex links, where it is not, are treated as full duplex.
-        """
-        walk = self._walk(warmup, num_microbatches, fixed=True)
-        return walk.path(*walk.last(self.hops["final"]))
+        return walk.end(updates or reductions, back, norms, finals)
 
     def _walk(
         self, warmup: Sequence[int], num_microbatches: int, *, fixed: bool = False
     ) -> EventWalk:
         """The minibatch, followed to its end; `fixed`: no two hops share a link."""
-        stages = range(len(self.ranks)) if self.patterns or self.paces else ()
-        shares = [(self._turns(s), self._paces(s)) for s in stages]
+        stages, ranks = range(len(self.ranks)), self.ranks
+        shares = [(self._turns(s), self._paces(s)) for s in stages if self.patterns or self.paces]
+        if self.chains > 1 and num_microbatches % self.chains == 0:
+            ranks, shares = [own[:1] for own in ranks], []
+            num_microbatches //= self.chains
         walk = EventWalk(
-            self.forward, self.backward, self.ranks, warmup, num_microbatches, self.schedule,
+            self.forward, self.backward, ranks, warmup, num_microbatches, self.schedule,
             self.again, shares,
         )  # fmt: skip
         walk.fetches = self.fetches
         for kind in DIRECTIONS[:2]:
-            sent = self._sent(kind)
+            sent = self._sent(kind, fixed=fixed)
             of_hop = defaultdict[StagePair, list[Mapping[StagePair, float]]](list)
             for hop, seconds in sent:
                 of_hop[hop].append(seconds)
@@ -262,34 +263,37 @@ class PipelineTimes:
                     ends = (min(pair), max(pair)) if half else pair
                     each = tuple(one[pair] for one in listed)
                     wires[pair] = Wire(hop, kind, each, ends, walk.shared if shared else None)
-                walk.join([wires[pair] for pair in self._pairs(*hop)])
+                walk.join([wires[pair] for pair in self._pairs(*hop) if pair[0] in walk.held])
             walk.send_in_order(kind, [hop for hop, _ in sent])
         walk.run()
         return walk
 
-    def _sent(self, kind: Direction) -> list[tuple[StagePair, dict[StagePair, float]]]:
+    def _sent(self, kind: Direction, *, fixed: bool = False) -> Sent:
         """Messages in the order in which a stage sends them, without what stays inside a rank: the
         stages, and seconds for each two ranks that take a microbatch, in turn.
 
-        Where each stage has a rank of its own all messages of a hop are one.
+        Where ranks hold a stage each, or hops are `fixed`, all messages of a hop are one.
         """
-        if self.straight:
+        if self.chained and (fixed or len({*self.ranks}) == len(self.ranks)):
             table, final = self.hops[kind], kind == "final"
             hops = sorted(table, reverse=True) if final else sorted(table, key=by_distance)
-            return [(hop, {self._pairs(*hop)[0]: table[hop]}) for hop in hops]
+            hops = [(a, b) for a, b in hops if self.ranks[a] != self.ranks[b]]
+            return [(hop, dict.fromkeys(self._pairs(*hop), table[hop])) for hop in hops]
         pairs = partial(_served, self.ranks) if kind == "final" else self._pairs
-        found: list[tuple[StagePair, dict[StagePair, float]]] = [
+        found: Sent = [
             ((a, b), {one: message_seconds(self.link(*one), size) for one in pairs(a, b)})
             for k, a, b, size in self.messages
             if k == kind and (self.ranks[a], self._turns(a)) != (self.ranks[b], self._turns(b))
         ]
         return found if kind == "final" else sorted(found, key=lambda one: by_distance(one[0]))
 
-    def reduction(self, s: int) -> float:
-        """Ring all-reduce of gradients over the slowest level of a stage; half if none returns."""
+    def reduction(self, s: int, size: float | None = None) -> float:
+        """Ring all-reduce of a stage's gradients, or of so many bytes, over its slowest level;
+        half if none returns."""
         first, *others = self.ranks[s] if kind_of(self.schedule).trains else self.ranks[s][:1]
         link = slowest(self.link(first, other) for other in others) if not self.fetches else GLOO
-        return ring_seconds(link, self.reduced[s], 1 + len(others)) / (1 + self.once)
+        size = self.reduced[s] if size is None else size
+        return ring_seconds(link, size, 1 + len(others)) / (1 + self.once)
 
     def _among(self) -> Link:
         first, *others = dict.fromkeys(rank for ranks in self.ranks for rank in ranks)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from pdcompile.plan.evaluate import measure, violations
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import (
     Holding,
     Item,
@@ -17,6 +17,16 @@ from pdcompile.problem import (
     StageLimits,
     Traffic,
 )
+
+
+def violations(problem: PartitionProblem, stage_of: Sequence[int]) -> list[str]:
+    """Constraints that an assignment breaks, in words; empty when it is feasible."""
+    return list(Evaluation(problem, stage_of).violations())
+
+
+def measure(problem: PartitionProblem, stage_of: Sequence[int]) -> Partition:
+    """Objective, loads and memory of an assignment, whether it is allowed or not."""
+    return Evaluation(problem, stage_of).partition()
 
 
 def holding(in_flight: Sequence[int], **factors: Any) -> tuple[Holding, ...]:

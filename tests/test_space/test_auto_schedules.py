@@ -269,19 +269,6 @@ def test_the_order_of_tasks_says_how_long_a_chain_takes() -> None:
             assert found.bound() > 64 * m / 4  # on all devices
 
 
-def test_cuts_with_equal_loads_end_with_the_time() -> None:
-    """More of them are not sought then: those of a GPT-2 on four devices took all memory."""
-    problem = replace(chain_problem([1.0] * 32, 4, num_microbatches=8), objective="flush")
-    space = SearchSpace(
-        schedules=("interleaved",), microbatches=(8,), stages=8, in_order=True,
-        placement=KINDS["interleaved"].placement(8, 4),
-    )  # fmt: skip
-    cluster, setting = cluster_of(4), Setting("interleaved", 8)
-    seats = Seats(cluster, (0, 1, 2, 3))
-    found = StagesInTurn(Part(PreparedProblem(problem, 1), space, setting, seats, (1,), 8))
-    assert len([*found.candidates(lambda: 0.0)]) <= 2 < len([*found.candidates(lambda: 1.0)])
-
-
 def test_messages_decide_where_ranks_hold_several_stages_too() -> None:
     """Equal loads send 10 s there and back in each turn; cuts by round trips go first."""
     sizes = [2 if j in (2, 6, 8) else 400 for j in range(11)]

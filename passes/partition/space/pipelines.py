@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.alternatives import seconds_of
@@ -19,7 +19,6 @@ from pdcompile.passes.partition.model import (
     all_ideals,
     build,
     contracted,
-    next_to,
     positions,
 )
 from pdcompile.passes.partition.round_trips import Trips, Turn, likely_chain
@@ -304,28 +303,6 @@ def filled(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> float:
         ),
         default=0.0,
     )
-
-
-def neighbours(
-    prepared: PreparedProblem, cluster: Cluster, candidate: Candidate, *, decide: bool
-) -> Iterator[Candidate]:
-    """All with groups over one boundary that break nothing, the candidate itself not among them.
-
-    `decide`: where memory is lacking a stage recomputes; each cut also comes with recomputation
-    nowhere else.
-    """
-    model, count, seen = prepared.whole, len(candidate.options), {candidate}
-    bare = tuple(StageDeployment(option.replicas) for option in candidate.options)
-    stages = tuple(candidate.stage_of[members[0]] for members in model.members)
-    variants = dict.fromkeys((bare, candidate.options)) if decide else (candidate.options,)
-    cuts = chain((stages,), next_to(model.arcs, stages, count))
-    for moved, options in ((m, o) for m in cuts if len({*m}) == count for o in variants):
-        one = replace(candidate, stage_of=model.items_of(moved), options=options)
-        if decide:
-            one = recomputing(prepared.problem, cluster, one)
-        if one not in seen and not violations(prepared.problem, cluster, one):
-            seen.add(one)
-            yield one
 
 
 def likely_cuts(part: Part) -> Iterator[Candidate]:

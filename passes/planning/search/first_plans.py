@@ -20,17 +20,19 @@ from pdcompile.passes.partition.space.pipelines import Part
 from pdcompile.passes.partition.space.search_branches import Branch
 from pdcompile.passes.partition.space.seats import Seats, arrangements
 from pdcompile.passes.partition.space.setting_bound import setting_bound
+from pdcompile.passes.planning.search.move_groups import move_groups
 from pdcompile.passes.planning.search.trials import SURE, Trials
 from pdcompile.problem.space import SearchSpace, Setting
 from pdcompile.schedule.registry import kind_of
 
-JUDGING, BOUNDING = 0.7, 0.75  # of the time, until plans are tried, and bounds sought
+JUDGING, MOVING, BOUNDING = 0.4, 0.65, 0.7  # of the time, until each of these ends
 SPARING = 0.97  # of the memory, after a plan took too much of it
-SETTLING = 0.8  # of the time, until plans are judged that may lack memory
+SETTLING = 0.75  # of the time, until plans are judged that may lack memory
 LEAST = 0.3  # of the memory, with which plans are sought
 FILL, SPLIT = 0.9, 0.3  # of the time to fill and drain a pipeline, in which ranks are surely idle
 CHEAP = 0.25  # of the positions, by what crosses
 LATER = 0.1  # relative: any replicas take longer to look at than equally many
+MOVED = 1e-4  # relative, of a move that is worth it
 ABOUT = 1.25  # estimates may be so much too high
 PUT_OFF = 2.0  # how much later what a schedule has comes once plans of it lacked memory
 MOST_ORDERS = 6  # of unlike devices
@@ -66,6 +68,9 @@ class FirstPlans:
         rough = self.trials.sketch and not complete  # what else there is says little in its time
         self._judge(1.0 if rough else JUDGING)
         self.trials.settle(JUDGING, likely=True)
+        if not rough:
+            again = self.space.decides_recomputation
+            move_groups(self.trials, lambda: self.trials.over(MOVING), MOVED, decide=again)
         self.settings.sort(key=self.bounds.__getitem__)
         if not rough:
             self._bound()

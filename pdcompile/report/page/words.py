@@ -37,7 +37,7 @@ def path_in_words(path: CriticalPath) -> str:
 
 def what_limits(path: CriticalPath) -> str:
     """The sentence for somebody who has a minute."""
-    first = path.decisive
+    first = next((one for one in path.shares if one.what not in ("fill", "drain")), None)
     if first is None:
         return "No stage and no link takes time in this plan."
     subject = named(first)
