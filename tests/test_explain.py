@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shlex
@@ -19,29 +18,25 @@ from hypothesis import strategies as st
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.errors import InfeasibleError, PlanError
 from pdcompile.passes.coarsen import coarsen
-from pdcompile.passes.partition import alternatives, partition
+from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.alternatives import (
     bottleneck,
     boundaries,
-    broken,
     critical,
-    seconds_of,
     stage_uses,
 )
 from pdcompile.passes.planning.branch_and_bound import best_plan
 from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.planning.plan_check import check_plan
-from pdcompile.passes.planning.solved_problem import placed
 from pdcompile.plan import Plan, Training
-from pdcompile.plan.embedded import assignment
-from pdcompile.plan.evaluate import Evaluation, measure, violations
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import PartitionProblem, StageLimits
 from pdcompile.problem.constraints import Pin
 from pdcompile.problem.space import SearchSpace
 from tests.helpers.alike import WORKLOAD, Call
 from tests.helpers.graphs import chain, residual
 from tests.helpers.planned import moved, planned
-from tests.helpers.problems import chain_problem, random_problem
+from tests.helpers.problems import measure, random_problem
 
 
 def solved(seed: int) -> tuple[PartitionProblem, tuple[int, ...]]:
@@ -70,66 +65,18 @@ def test_what_binds_adds_up_to_the_objective(seed: int) -> None:
         assert math.fsum(parts) == pytest.approx(found.objective)
 
 
-def test_large_plans_are_looked_at_next_to_their_slowest_stage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where there is no time for all cuts; how many are left is said."""
-    problem = chain_problem([1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 6)
-    found = Evaluation(problem, (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5))
-    assert all(one.looked_at == one.moves for one in boundaries(found))
-    monkeypatch.setattr(alternatives, "WORK", 0)
-    few = boundaries(found)
-    assert bottleneck(stage_uses(found)) == 2
-    assert [one.boundary for one in few if one.looked_at] == [1, 2]
-    assert all(one.next_best is None for one in few if not one.looked_at)
-
-
 @given(st.integers(0, 10**6))
-def test_neighbours_are_what_brute_force_finds(seed: int) -> None:
-    """No single item can be moved for less than `next_best`, nor faster than `better`."""
+def test_what_crosses_boundaries_is_what_stages_send(seed: int) -> None:
     problem, stage_of = solved(seed)
-    now = measure(problem, stage_of).objective
-    for one in boundaries(Evaluation(problem, stage_of)):
-        assert one.looked_at == one.moves
-        singles = [
-            tuple(s ^ t ^ stage_of[i] if j == i else s for j, s in enumerate(stage_of))
-            for i, (s, t) in itertools.product(
-                range(len(stage_of)), itertools.permutations((one.boundary, one.boundary + 1))
-            )
-            if stage_of[i] == s
-        ]
-        allowed = [
-            measure(problem, cut).objective for cut in singles if not violations(problem, cut)
-        ]
-        if allowed:
-            assert one.next_best is not None
-            assert one.next_best.objective_seconds <= min(allowed) * (1 + 1e-9)
-        if one.next_best is not None:
-            assert one.next_best.objective_seconds >= now * (1 - 1e-6)  # the plan was the best
-            cut = [one.next_best.to if i in one.next_best.items else s
-                   for i, s in enumerate(stage_of)]  # fmt: skip
-            assert violations(problem, cut) == []
-            assert measure(problem, cut).objective == one.next_best.objective_seconds
-        if one.better is not None:
-            assert one.better.objective_seconds < now
-            assert one.better.broken
-
-
-def test_memory_that_stands_in_the_way_is_named() -> None:
-    plan = planned(chain(6), Cluster.local(2), microbatches=8)
-    problem = plan.problem
-    assert problem is not None
-    stage_of = assignment(plan)
-    held = measure(problem, stage_of).memory_bytes
-    stages = tuple(replace(s, memory_bytes=n) for s, n in zip(problem.stages, held, strict=True))
-    worse = tuple(0 if i == 0 else 1 for i in range(len(stage_of)))
-    roomy = replace(problem, stages=(replace(stages[0], memory_bytes=held[0] // 2 + 1), stages[1]))
-    (one,) = boundaries(Evaluation(roomy, worse))
-    assert broken(Evaluation(roomy, stage_of))[0].endswith("too much")
-    assert one.better is not None
-    assert (
-        one.better.broken[0].startswith("stage 1 would need") or "stage 0" in one.better.broken[0]
-    )
+    plan = Evaluation(problem, stage_of)
+    crossing = [one for one in plan.messages if one.kind != "final"]
+    for one in boundaries(plan):
+        over = [m for m in crossing if min(m.source, m.target) <= one.boundary]
+        over = [m for m in over if max(m.source, m.target) > one.boundary]
+        forward = [m for m in over if m.kind == "forward"]
+        assert one.bytes >= sum(m.bytes for m in forward)
+        assert one.bytes == 0 or one.values > 0
+        assert (one.values == 0) == (not forward)
 
 
 def write(plan: Plan, folder: Path) -> str:
@@ -144,7 +91,7 @@ def test_the_verb(schedule: str, tmp_path: Path, call: Call) -> None:
     plan = planned(residual(4), cluster, schedule=schedule, constraints=(Pin("wte", 0),))
     code, out, err = call("explain", write(replace(plan, command=("a.py:build",)), tmp_path))
     assert (code, err) == (0, "")
-    for part in ("certificate: ", "bound by", " decides", "0 | 1", "1 | 2", "next-best cut",
+    for part in ("certificate: ", "bound by", " decides", "0 | 1", "1 | 2", "crosses",
                  "without one limit or option", "--bandwidth unlimited"):  # fmt: skip
         assert part in out, part
     assert ("critical path" in out) == (schedule != "2bw")
@@ -183,7 +130,7 @@ def test_the_verb_as_json(tmp_path: Path, call: Call) -> None:
     assert found["objective_seconds"] == pytest.approx(plan.certificate.objective_seconds)
     assert [use["stage"] for use in found["stages"]] == [0, 1]
     assert found["edited"] is False
-    assert found["boundaries"][0]["next_best"]["items"]
+    assert found["boundaries"][0]["bytes"] > 0
 
 
 def test_an_edited_plan_is_told(tmp_path: Path, call: Call) -> None:
@@ -270,36 +217,17 @@ def searched(schedule: str, choice: dict[str, Any], cluster: Cluster = SMALL, **
 def test_replicas_recomputation_and_shared_ranks_are_explained(
     schedule: str, choice: dict[str, Any], tmp_path: Path, call: Call
 ) -> None:
-    """With the plan's own objective, and by cuts that no single item improves."""
+    """With the plan's own objective."""
     plan = searched(schedule, choice)
     found = explain(plan)
     assert not found.edited
     assert found.broken == ()
     assert found.objective_seconds == pytest.approx(plan.certificate.objective_seconds)
     assert len(found.boundaries) == len(plan.stages) - 1
-    for one in found.boundaries:
-        if one.next_best is not None and plan.certificate.status == "optimal":
-            assert one.next_best.objective_seconds >= found.objective_seconds * (1 - 1e-6)
-        if one.next_best is not None:
-            stage_of = [one.next_best.to if i in one.next_best.items else s
-                        for i, s in enumerate(assignment(plan))]  # fmt: skip
-            assert seconds_of(placed(plan).of(stage_of)) == one.next_best.objective_seconds
     code, out, err = call("explain", write(plan, tmp_path))
     assert (code, err) == (0, "")
     assert "decides" in out
     assert "cannot explain" not in out
-
-
-def test_a_faster_cut_that_only_the_ledger_refuses() -> None:
-    cluster = replace(SMALL, devices=(Device("cpu", 18_000),) * 4)
-    plan = searched("gpipe", {"replicas": (3, 1), "stages": 2}, cluster)
-    (one,) = explain(plan).boundaries
-    assert one.better is not None
-    assert one.better.objective_seconds < plan.certificate.objective_seconds
-    assert "more memory, by its schedule's ledger" in one.better.broken[0]
-    (formula,) = boundaries(placed(plan))
-    assert formula.next_best is not None
-    assert formula.next_best.items == one.better.items
 
 
 @pytest.mark.sample(1)

@@ -1,17 +1,15 @@
-"""Why a plan is as it is: what binds each stage, and what other cuts would give.
+"""Why a plan is as it is: what binds each stage, and what crosses each boundary.
 
-Loads, memory and objectives are the evaluator's; a neighbouring cut is measured as it stands,
-without moving anything else in answer to it.
+Loads, memory and objectives are the evaluator's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pdcompile.passes.partition.model import Model, build, moves
 from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Training
@@ -19,17 +17,8 @@ from pdcompile.plan.evaluate import Deployment, Evaluation
 from pdcompile.plan.makespan import Path
 from pdcompile.plan.times import round_trips
 from pdcompile.plan.wires import StagePair
-from pdcompile.problem import PartitionProblem
 from pdcompile.schedule.registry import kind_of
 from pdcompile.units import format_bytes
-
-Breaks = Callable[[Evaluation], list[str]]
-"""Rules that an assignment breaks, in words."""
-
-
-#: steps of work for all neighbouring cuts together, about three seconds
-WORK = 1_500_000
-JUDGING = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +46,13 @@ class StageUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Items across one boundary (between stage `boundary` and the next), all else as it is."""
-
-    boundary: int
-    items: tuple[int, ...]
-    to: int
-    objective_seconds: float
-    broken: tuple[str, ...] = ()  # what it would break, in words
-
-
-@dataclass(frozen=True, slots=True)
 class Boundary:
-    """One boundary: what crosses it, and the moves that come next.
-
-    `next_best`: the cheapest allowed one.  `better`: the best of those that would be faster and
-    break a limit, None where there is none.  `looked_at` of `moves`: how many were measured.
-    """
+    """One boundary, between stage `boundary` and the next: values that cross it, and their bytes
+    per microbatch, with those of gradients."""
 
     boundary: int
     values: int
-    bytes: int  # per microbatch, values and gradients over this boundary
-    next_best: Move | None
-    better: Move | None
-    looked_at: int
-    moves: int
+    bytes: int
 
 
 def stage_uses(plan: Evaluation) -> tuple[StageUse, ...]:
@@ -175,39 +146,20 @@ def critical(plan: Evaluation) -> tuple[Path, float]:
     return path, math.fsum(hops[kind][hop] * count for hop, kind, count in path.hops)
 
 
-def boundaries(
-    plan: Evaluation, breaks: Breaks | None = None, uses: Sequence[StageUse] = ()
-) -> tuple[Boundary, ...]:
-    """Neighbouring cuts of each boundary, after the moves of `passes.partition.model`.
-
-    As many are measured as `WORK` allows, those first that leave the two stages' loads lowest,
-    so large problems get fewer looks and the answer does not depend on the clock.  Where that is
-    less than two for each boundary, those next to the slowest stage get two, the others none.
-    `breaks` of somebody else is taken to cost `JUDGING` times what it costs to measure a cut;
-    `uses`: the plan's `stage_uses`, where they are known.
-    """
-    problem, on, breaks = plan.problem, plan.deployment, breaks or broken
-    model = build(problem)
-    stages = tuple(plan.stage_of[group[0]] for group in model.members)
-    now = seconds_of(plan)
-    near: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in problem.stages[1:]]
-    for groups, to in moves(model.arcs, stages, len(problem.stages)):
-        if all(model.lowest[v] <= to <= model.highest[v] for v in groups):
-            near[min(to, stages[groups[0]])].append((groups, to))
-    size = len(problem.items) + len(problem.traffic)
-    if on.flush:
-        size += 4 * plan.m * len(problem.stages)
-    elif not plan.times.straight:  # simulated
-        size += 40 * plan.m * sum(map(len, on.ranks))
-    every = WORK // (size if breaks is broken else (1 + JUDGING) * size)
-    most = max(2, every // max(1, len(near)))
-    slowest = bottleneck(uses or stage_uses(plan))
-    nearest = sorted(range(len(near)), key=lambda s: abs(2 * (s - slowest) + 1))
-    looked_at = set(nearest[: max(2, every // most)])
-    return tuple(
-        _boundary(plan, breaks, model, stages, now, s, possible, most if s in looked_at else 0)
-        for s, possible in enumerate(near)
-    )
+def boundaries(plan: Evaluation) -> tuple[Boundary, ...]:
+    """What passes from stages up to each boundary to later ones."""
+    found = []
+    for boundary in range(len(plan.stages) - 1):
+        values = size = 0
+        for value in plan.problem.traffic:
+            source = plan.stage_of[value.producer]
+            targets = {plan.stage_of[c] for c in value.consumers} - {source}
+            if later := [t for t in targets if source <= boundary < t]:
+                values += 1
+                # Each stage beyond gets the value itself; the gradient comes back as one sum.
+                size += value.forward_bytes * len(later) + value.backward_bytes
+        found.append(Boundary(boundary, values, size))
+    return tuple(found)
 
 
 def broken(plan: Evaluation) -> list[str]:
@@ -221,62 +173,3 @@ def broken(plan: Evaluation) -> list[str]:
                 f"{format_bytes(needed - limit)} too much"
             )
     return found
-
-
-def _boundary(
-    plan: Evaluation,
-    breaks: Breaks,
-    model: Model,
-    stages: tuple[int, ...],
-    now: float,
-    boundary: int,
-    possible: list[tuple[tuple[int, ...], int]],
-    most: int,
-) -> Boundary:
-    problem, on = model.problem, plan.deployment
-    widths = [speed * len(ranks) for speed, ranks in zip(on.speeds, on.ranks, strict=True)]
-    seconds = [f + w for f, w in zip(model.forward, model.backward, strict=True)]
-    loads = [0.0] * len(problem.stages)
-    for v, s in enumerate(stages):
-        loads[s] += seconds[v]
-
-    def heavier(move: tuple[tuple[int, ...], int]) -> tuple[float, int]:
-        """The larger load of the two stages after the move; of equal ones the smaller move."""
-        moved = sum(seconds[v] for v in move[0])
-        other = boundary if move[1] != boundary else boundary + 1
-        pair = (
-            (loads[move[1]] + moved) / widths[move[1]],
-            (loads[other] - moved) / widths[other],
-        )
-        return max(pair), len(move[0])
-
-    found: list[tuple[Move, Evaluation]] = []
-    for groups, to in sorted(possible, key=heavier)[:most]:
-        moved = set(groups)
-        after = plan.of(model.items_of([to if v in moved else s for v, s in enumerate(stages)]))
-        items = tuple(sorted(i for v in groups for i in model.members[v]))
-        found.append((Move(boundary, items, to, seconds_of(after)), after))
-    best: Move | None = None
-    better: Move | None = None
-    for move, after in sorted(found, key=lambda one: one[0].objective_seconds):
-        if not (wrong := breaks(after)):
-            best = move
-            break
-        if better is None and move.objective_seconds < now * (1 - 1e-9):
-            better = replace(move, broken=tuple(wrong))
-    values, size = _crossing(problem, model.items_of(stages), boundary)
-    return Boundary(boundary, values, size, best, better, len(found), len(possible))
-
-
-def _crossing(problem: PartitionProblem, stage_of: Sequence[int], boundary: int) -> tuple[int, int]:
-    """Values that pass from stages up to `boundary` to later ones, and their bytes both ways."""
-    values = size = 0
-    for value in problem.traffic:
-        source = stage_of[value.producer]
-        targets = {stage_of[c] for c in value.consumers} - {source}
-        later = [t for t in targets if source <= boundary < t]
-        if later:
-            values += 1
-            # Each stage beyond gets the value itself; the gradient comes back as one sum.
-            size += value.forward_bytes * len(later) + value.backward_bytes
-    return values, size

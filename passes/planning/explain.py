@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pdcompile.passes.partition.alternatives import (
     Boundary,
-    Breaks,
     StageUse,
     bottleneck,
     boundaries,
@@ -19,13 +18,10 @@ from pdcompile.passes.partition.alternatives import (
     seconds_of,
     stage_uses,
 )
-from pdcompile.passes.planning.graph_free import MOST_INSTRUCTIONS, ledgers_of, plan_of
 from pdcompile.passes.planning.solved_problem import placed
 from pdcompile.plan import Plan
-from pdcompile.plan.embedded import problem_of
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem.constraints import KINDS
-from pdcompile.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +43,19 @@ class Explanation:
     boundaries: tuple[Boundary, ...]
     broken: tuple[str, ...] = ()  # limits that the stages break as they are
     edited: bool = False
-    names: tuple[str, ...] = ()  # of the items
     commands: tuple[str, ...] = ()
 
 
 def explain(plan: Plan, *, where: str = "plan.json") -> Explanation:
-    """Measure the plan's stages on its problem, and its neighbours.
+    """Measure the plan's stages on its problem.
 
     Raises:
         PlanError: the plan holds no problem, or its stages tear an item apart.
     """
-    problem, found = problem_of(plan, where), placed(plan, where)
+    found = placed(plan, where)
     uses, objective = stage_uses(found), seconds_of(found)
     claimed = plan.certificate.objective_seconds
     edited = not math.isclose(objective, claimed, rel_tol=1e-6, abs_tol=1e-300)
-    breaks = _by_ledger(plan, found)
     return Explanation(
         objective_seconds=objective,
         flush=found.deployment.flush,
@@ -70,10 +64,9 @@ def explain(plan: Plan, *, where: str = "plan.json") -> Explanation:
         bottleneck=bottleneck(uses),
         stages=uses if edited else with_ledgers(plan, uses),
         transfer_seconds=critical(found)[1] if found.chained else 0.0,
-        boundaries=boundaries(found, breaks, uses),
+        boundaries=boundaries(found),
         broken=tuple(broken(found)),
         edited=edited,
-        names=tuple(item.name for item in problem.items),
         commands=(*_looser(plan, found, where), *_again(plan, where)),
     )
 
@@ -107,34 +100,6 @@ def _again(plan: Plan, where: str) -> Iterator[str]:
         output = file.with_name(f"{file.stem}.again{f'-{n}' if n > 1 else ''}.json")
         command = shlex.join(["pdcompile", "plan", target, *words, "-o", str(output)])
         yield f"{command}  # without {option}"
-
-
-def _by_ledger(plan: Plan, found: Evaluation) -> Breaks:
-    """`broken`, and memory by how much the ledger differs from that of the plan itself."""
-    forecast, limits = plan.forecast, [stage.memory_bytes for stage in problem_of(plan).stages]
-    work = 2 * len(plan.stages) * plan.training.num_microbatches
-    if forecast is None or not any(limits) or work > MOST_INSTRUCTIONS:
-        return broken
-
-    def estimated(one: Evaluation) -> list[int]:
-        return [own.total_bytes for own in ledgers_of(plan_of(one, plan.training))]
-
-    known = [own.total_bytes for own in forecast.ledgers]
-    known = [there - own for there, own in zip(known, estimated(found), strict=True)]
-
-    def breaks(one: Evaluation) -> list[str]:
-        wrong, on = broken(one), one.deployment
-        if wrong or not any(on.limits):
-            return wrong
-        held = [there + own for there, own in zip(known, estimated(one), strict=True)]
-        for s, (ranks, limit) in enumerate(zip(on.ranks, on.limits, strict=True)):
-            over = max(held[rank] for rank in ranks) - (limit or math.inf)
-            if over > 0:
-                more = format_bytes(int(over))
-                wrong.append(f"stage {s} would need {more} more memory, by its schedule's ledger")
-        return wrong
-
-    return breaks
 
 
 def with_ledgers(plan: Plan, uses: tuple[StageUse, ...]) -> tuple[StageUse, ...]:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @verb()
 def explain(plan: PlanFile) -> Result:
-    """Show a plan, what binds each stage, and what the next-best cut would cost.
+    """Show a plan, what binds each stage, and what crosses each cut.
 
     Stages, times, memory against limits, traffic, certificate; then for each stage what it is
-    bound by, for each cut the cheapest other one, and the commands that tell what is gained without
-    each limit and constraint. The file is checked while it is read, so this also tells whether an
+    bound by, for each cut what crosses it, and the commands that tell what is gained without each
+    limit and constraint. The file is checked while it is read, so this also tells whether an
     edited plan still makes sense. Needs no model and no torch.
 
     Example:
@@ -37,7 +37,7 @@ def explain(plan: PlanFile) -> Result:
     document: dict[str, Any] = {"status": loaded.certificate.status, "plan": as_written(loaded)}
     shown: list[RenderableType] = [plan_report(loaded)]
     try:
-        with working("explaining", "other cuts"):
+        with working("explaining", "what binds"):
             found = explained(loaded, where=str(plan))
     except PlanError as error:
         # The plan itself is sound: show the tables, and say what cannot be explained.

@@ -1,4 +1,4 @@
-"""The reasons for a plan, as tables: what binds, and the next-best cuts."""
+"""The reasons for a plan, as tables: what binds, and what crosses each cut."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdcompile.passes.partition.alternatives import Boundary, Move, StageUse
+from pdcompile.passes.partition.alternatives import StageUse
 from pdcompile.passes.planning.explain import Explanation
 from pdcompile.report import labels
 from pdcompile.units import format_bytes, format_seconds
 
-SHOWN = 3  # items of a move by name
-EQUAL = 1e-9  # relative, of seconds
 BINDS = {
     "compute": "computing",
     "sending": "sending",
@@ -24,7 +22,7 @@ BINDS = {
 
 
 def explain_report(found: Explanation) -> Group:
-    """Limits of each stage, and the next-best cuts."""
+    """Limits of each stage, and what crosses each cut."""
     parts: list[RenderableType] = [Text(""), stage_table(found), deciding(found)]
     if found.edited:
         said = f"note: the plan was edited: its stages take {_objective(found)}"
@@ -87,49 +85,12 @@ def deciding(found: Explanation) -> Text:
 
 
 def boundary_table(found: Explanation) -> Table:
-    """One row a cut: values that cross it, the next-best cut and its price.
-
-    A faster one is called so: a plan may be preferred for its cuts, or was not proved optimal.
-    """
-    table = labels.table("|cut", ">crosses", "*the next-best cut", ">then")
+    """One row a cut: the values that cross it."""
+    table = labels.table("|cut", ">crosses")
     for one in found.boundaries:
-        crosses = "-"
-        if one.values:
-            crosses = f"{labels.counted(one.values, 'value')}, {format_bytes(one.bytes)}"
-        table.add_row(
-            f"{one.boundary} | {one.boundary + 1}",
-            crosses,
-            _next_best(found, one),
-            _price(found, one.next_best) if one.next_best else "-",
-        )
-        if one.better is not None:
-            text = f"faster, but not allowed: {_moved(found, one.better)}: {one.better.broken[0]}"
-            table.add_row("", "", text, _price(found, one.better))
+        crosses = f"{labels.counted(one.values, 'value')}, {format_bytes(one.bytes)}"
+        table.add_row(f"{one.boundary} | {one.boundary + 1}", crosses if one.values else "-")
     return table
-
-
-def _next_best(found: Explanation, one: Boundary) -> str:
-    if one.moves == 0:
-        return "none: nothing may move over this boundary"
-    if one.looked_at == 0:
-        return f"not looked at: {one.moves} neighbouring cuts of a large plan"
-    if one.next_best is None:
-        return f"none of {one.looked_at} neighbouring cuts is allowed"
-    better = one.next_best.objective_seconds < found.objective_seconds * (1 - EQUAL)
-    return "faster: " * better + _moved(found, one.next_best)
-
-
-def _moved(found: Explanation, move: Move) -> str:
-    names = [found.names[i] for i in move.items]
-    shown = ", ".join(names[:SHOWN])
-    if len(names) > SHOWN:
-        shown = f"{names[0]} … {names[-1]} ({len(names)} items)"
-    return f"{shown} on stage {move.to}"
-
-
-def _price(found: Explanation, move: Move) -> str:
-    change = labels.change(move.objective_seconds, found.objective_seconds)
-    return f"{format_seconds(move.objective_seconds)}  {change}"
 
 
 def _room(use: StageUse) -> str:
