@@ -29,13 +29,11 @@ from pdcompile.passes.planning.border_cuts import (
     units,
 )
 from pdcompile.passes.planning.candidate_plan import candidate_plan
-from pdcompile.passes.planning.explain import explain
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.plan import Plan, Training
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem.constraints import Apart, Constraint, CutBefore, Pin, Together
-from pdcompile.report.explain_table import boundary_table
 from pdcompile.report.plan_table import certificate_line
 from pdcompile.units import format_bytes
 from tests.helpers.graphs import B, GraphBuilder, chain
@@ -103,15 +101,6 @@ def test_a_cut_between_blocks_wins_where_it_costs_little() -> None:
     assert "--cut-tolerance 0" in note
     assert "which is proved optimal" in str(certificate_line(plan))
     assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_explain_calls_a_faster_cut_faster() -> None:
-    """What was passed over is no next-best cut."""
-    graph, cluster = uneven(), links(2)
-    for tolerance, says in ((0.0, False), (0.03, True)):
-        plan = planned(graph, cluster, tolerance=tolerance)
-        (row,) = boundary_table(explain(plan)).columns[2].cells
-        assert str(row).startswith("faster: ") == says
 
 
 def same(plan: Plan, fastest: Plan) -> bool:

@@ -84,7 +84,7 @@ def test_plan_then_dump_then_verify_then_run(tmp_path: Path, call: Call) -> None
     made_with = ("--cluster", "1x2", "--seed", "5", "--max-grad-norm", "1", "--costs", "estimated")
     assert call("plan", target, *made_with, "-o", plan_path)[0] == 0
     # The plan file answers without the model.
-    assert "next-best cut" in call("explain", plan_path)[1]
+    assert "crosses" in call("explain", plan_path)[1]
     found = json.loads(call("whatif", target, plan_path, "--devices", "3", "--json")[1])
     assert len(found["plan"]["stages"]) == 3
     # What the plan was made with need not be said again.

@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "graph and batches": (("pdcompile/ir", "pdcompile/batch"), 3_987),
     "eager and releases": (("pdcompile/eager", "pdcompile/releases"), 2_632),
-    "trace": (("passes/trace",), 6_481),
+    "trace": (("passes/trace",), 6_483),
     "costs": (("passes/costs", "passes/profile"), 3_555),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),

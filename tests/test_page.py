@@ -84,7 +84,7 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     assert not re.findall(r"\son\w+=", document)
 
 
-@pytest.mark.parametrize("place", ["notes", "model", "fqn", "item", "title", "costs"])
+@pytest.mark.parametrize("place", ["notes", "model", "fqn", "title", "costs"])
 def test_texts_of_a_plan_are_never_markup(place: str) -> None:
     made = with_problem()
     if place == "notes":
@@ -96,11 +96,6 @@ def test_texts_of_a_plan_are_never_markup(place: str) -> None:
     elif place == "fqn":
         stages = (replace(made.stages[0], parameters=(HOSTILE,)), *made.stages[1:])
         made = replace(made, stages=stages)
-    elif place == "item":
-        assert made.problem is not None
-        named = enumerate(made.problem.items)  # of which the next-best cut moves one
-        items = tuple(replace(one, name=f"{HOSTILE}{i}") for i, one in named)
-        made = replace(made, problem=replace(made.problem, items=items))
     steady, drawn = simulate(made), simulate_drained(made, 1)
     title = HOSTILE if place == "title" else "plan"
     made = replace(made, model="") if place == "title" else made

@@ -36,6 +36,7 @@ from pdcompile.passes.planning.candidate_plan import candidate_plan
 from pdcompile.passes.planning.solved_problem import candidate_of, placed
 from pdcompile.passes.trace import capture
 from pdcompile.plan import Forecast, Plan
+from pdcompile.plan.evaluate import Evaluation
 from pdcompile.planner import Planner
 from pdcompile.problem import PartitionProblem
 from planning.real import batch, cluster, models
@@ -206,10 +207,13 @@ def beside(plan: Plan, graph: OpGraph, machines: Cluster, patterns: Sequence[str
     layers, size = layers_of(graph, problem, patterns), len(problem.items)
 
     def seconds(cut: Cut) -> float:
-        return seconds_of(found.of(layers.stage_of(cut, size)))
+        return seconds_of(Evaluation(found.problem, layers.stage_of(cut, size), found.deployment))
 
     def simulated(cut: Cut | None) -> Forecast | None:
-        if cut is None or any(found.of(stage_of := layers.stage_of(cut, size)).violations()):
+        if cut is None:
+            return None
+        stage_of = layers.stage_of(cut, size)
+        if any(Evaluation(found.problem, stage_of, found.deployment).violations()):
             return None
         candidate = replace(candidate_of(plan), stage_of=stage_of)
         return candidate_plan(graph, problem, candidate, plan.training, machines).forecast

@@ -30,6 +30,7 @@ _LARGE = 1_000  # containers with more items are data, not tables of forward
 _DEPTH = 3  # of containers in a value
 _NOT_USERS = ("torch", "pdcompile", "functools", "importlib", "inspect", "re", "sympy", "typing")
 _CACHE: Any = type(functools.lru_cache(maxsize=1)(len))
+_frozen: list[Any] = []  # of such functions
 
 
 class GlobalState:
@@ -157,15 +158,16 @@ def _fakes_in(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in found if isinstance(tensor, FakeTensor)]
 
 
+def freeze() -> None:
+    """Spare collections what there is now; nobody sees references of it any more."""
+    _frozen[:] = _caches()
+    gc.freeze()
+
+
 def _caches() -> list[Any]:
     """Functions that functools.lru_cache or cache wraps and that may keep tensors of the user's."""
-    # Twice as fast as looking at the types of all objects: an object refers to its type.  Nobody
-    # sees the references of frozen ones.
-    if frozen := gc.get_freeze_count():
-        gc.unfreeze()
-    found = [one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE]
-    if frozen:
-        gc.freeze()
+    # Twice as fast as looking at the types of all objects: an object refers to its type.
+    found = [*_frozen, *(one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE)]
     homes = ((one, str(getattr(one, "__module__", "")).split(".")) for one in found)
     # A logging module caches which messages the user has seen (warning_once).
     return [one for one, home in homes if home[-1] != "logging" and home[0] not in _NOT_USERS]

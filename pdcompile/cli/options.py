@@ -7,7 +7,6 @@ that stand for none of these alone.
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -283,8 +282,9 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
         from pdcompile import driver
         from pdcompile.batch import example_call
         from pdcompile.options.option_checks import check_options
+        from pdcompile.passes.trace.global_state import freeze
 
-        gc.freeze()  # what was loaded stays: each full collection of it took half a second
+        freeze()  # what was loaded stays: each full collection of it took half a second
     check_options(options)
     return workload, driver.build(workload.model, example_call(workload.model, *example), options)
 
