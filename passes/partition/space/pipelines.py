@@ -37,7 +37,7 @@ from pdcompile.schedule.registry import kind_of
 
 MAX_IDEALS = 1_000
 POSITIONS = 128  # where first plans are cut
-CUTS = 3  # of one setting, menu and order of devices, of which one is tried that may be
+CUTS, CLOCKS = 3, 192  # of a setting, menu and order, looked at for one; more by ranks squared
 MOST_BEGUN = 300  # chains, until the best one known is such a cut
 MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
 
@@ -307,11 +307,12 @@ def filled(ledgers: Sequence[MemoryLedger], cluster: Cluster) -> float:
 
 def likely_cuts(part: Part) -> Iterator[Candidate]:
     """Cuts at positions that break nothing: of equally many replicas the one that is likely the
-    fastest and the one by load, of any the best by its bound."""
+    fastest and the one by load, of any the best by its bound, or some of few ranks."""
     own, equal = partial(Pipelines, part, segments=part.prepared.positions), len(part.counts) == 1
     if equal and (one := own(likely=True).quickest()):
         yield one
     pipelines = own(likely=equal)
     if pipelines.bound() < math.inf:
-        found = islice(pipelines.candidates(lambda: math.inf, MOST_BEGUN), CUTS)
-        yield from islice((one for _, one in found if one is not None), 1)
+        most = 1 if equal else max(1, CLOCKS // len(part.seats.ranks) ** 2)
+        found = islice(pipelines.candidates(lambda: math.inf, MOST_BEGUN), CUTS * most)
+        yield from islice((one for _, one in found if one is not None), most)
