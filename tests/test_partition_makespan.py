@@ -23,7 +23,7 @@ from pdcompile.passes.simulate import simulate
 from pdcompile.plan import Certificate, Edge, Plan, StagePlan, TiedParameter, Training
 from pdcompile.plan.evaluate import Deployment, Evaluation
 from pdcompile.plan.makespan import Path, order_of, warmup_of
-from pdcompile.plan.times import PipelineTimes
+from pdcompile.plan.times import Message, PipelineTimes
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, Traffic
 from pdcompile.problem.deployment import stage_limits
 from pdcompile.problem.space import Setting
@@ -380,6 +380,21 @@ def test_known_paths_tell_only_what_the_clock_says() -> None:
                 assert found >= limit * (1 - 1e-9), seed
     assert told > 700
     assert below > 150
+
+
+def test_weights_that_follow_clipped_updates_at_homes_wait_for_two_halves() -> None:
+    """Of the reductions of two stages: a path with all of one would tell too much of other cuts."""
+    hops = [("forward", 0, 1), ("forward", 1, 2), ("backward", 1, 0), ("backward", 2, 1)]
+    messages = [Message(kind, *hop, 0) for kind, *hop in hops]  # type: ignore[arg-type]
+    messages += [Message("final", 2, 0, 5), Message("final", 0, 2, 5)]
+    times = PipelineTimes(
+        (0.0, 50.0, 0.0), (0.0, 50.0, 0.0), [(0, 1), (2, 3), (4, 5)], messages, lambda *_: SECONDS,
+        [False] * 3, [10, 12, 0], clips=True, homes=True,
+    )  # fmt: skip
+    path, other = times.critical_path((1, 1, 0), 2), replace(times, reduced=[0, 12, 0])
+    assert ((0, 2), "final", 1) in path.hops
+    for one in (times, other):
+        assert 0 < along(path, one) <= one.makespan((1, 1, 0), 2)
 
 
 def test_a_neighbourhood_tells_what_the_clock_says_after_each_move() -> None:

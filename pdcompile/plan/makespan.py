@@ -212,9 +212,8 @@ class EventWalk:
     ) -> End:
         """When the last stage has stepped and the last copy of a tied parameter has arrived.
 
-        `updates`: seconds from a stage's sums to its step, of which those of `back` come after
-        the norms.  `finals`: stages, link and seconds of each message with a sum of tied
-        gradients, in the order in which they are passed on, or with new weights.
+        `updates`: seconds from a stage's sums to its step, those of `back` after the norms.
+        `finals`: stages, link, seconds of each message, with sums of tied gradients or new weights.
         """
         free: dict[object, End] = defaultdict(lambda: End(0.0))
         summed = list(starmap(End, zip(self.summed, self.sums, strict=True)))
@@ -234,7 +233,8 @@ class EventWalk:
         for hop, link, seconds in finals:
             if hop[0] < hop[1]:
                 sent = max(free[link], step[hop[0]], step[hop[1]], key=_seconds)
-                free[link] = sent.after(seconds, hop)
+                stage = None if any(back) else sent.stage  # no path has halves of two reductions
+                free[link] = End(sent.seconds + seconds, sent.event, (*sent.hops, hop), stage)
         return max((*step, *free.values()), key=_seconds)
 
     def shares(self, a: int, b: int) -> bool:
