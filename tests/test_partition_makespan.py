@@ -383,9 +383,9 @@ def test_known_paths_tell_only_what_the_clock_says() -> None:
 
 
 def test_weights_that_follow_clipped_updates_at_homes_wait_for_two_halves() -> None:
-    """Of the reductions of two stages: a path with all of one would tell too much of other cuts."""
-    hops = [("forward", 0, 1), ("forward", 1, 2), ("backward", 1, 0), ("backward", 2, 1)]
-    messages = [Message(kind, *hop, 0) for kind, *hop in hops]  # type: ignore[arg-type]
+    """A path with all of one reduction would tell too much of other cuts."""
+    messages = [Message("forward", a, a + 1, 0) for a in (0, 1)]
+    messages += [Message("backward", a, a - 1, 0) for a in (1, 2)]
     messages += [Message("final", 2, 0, 5), Message("final", 0, 2, 5)]
     times = PipelineTimes(
         (0.0, 50.0, 0.0), (0.0, 50.0, 0.0), [(0, 1), (2, 3), (4, 5)], messages, lambda *_: SECONDS,

@@ -105,7 +105,7 @@ class PipelineTimes:
         replicas that meet in reductions alone; 1 where that does not hold of all of them."""
         count, unlike = len(self.ranks[0]), any(map(uneven, filter(None, self.patterns)))
         unlike |= bool(self.fetches) or any(pace != 1 for own in self.paces for pace in own)
-        if unlike or any(len(own) != count for own in self.ranks):
+        if unlike or count == 1 or any(len(own) != count for own in self.ranks):
             return 1
         each = [{own[q] for own in self.ranks} for q in range(count)]
         if sum(map(len, each)) != len(set().union(*each)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from pdcompile.cluster import Level
 from pdcompile.plan.times import Message, PipelineTimes
@@ -22,7 +23,7 @@ def of_hops(
     """Stages of one rank each; seconds of forward, backward and final hops."""
     count, listed = len(forward), list[Message]()
     for kind, table in zip(DIRECTIONS, hops, strict=False):
-        listed += [Message(kind, *hop, seconds) for hop, seconds in table.items()]  # type: ignore[arg-type]
+        listed += [Message(kind, a, b, cast(int, size)) for (a, b), size in table.items()]
     return PipelineTimes(
         forward, backward, [(rank,) for rank in range(count)], listed, lambda a, b: SECONDS,
         [False] * count, [0] * count, schedule=schedule, again=again,
