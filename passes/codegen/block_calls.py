@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 from pdcompile.ir.graph import Attr, Op, Ref, rewritten
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.form.module_tree import ancestors
-from pdcompile.passes.stages.naming import scope_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class CallTrees:
         last_use = {name: i for i, op in enumerate(ops) for name in op.inputs}
         items: list[Item] = []
         start = 0
-        for block, run in groupby(ops, key=lambda op: self.next_block(scope_of(op), path)):
+        for block, run in groupby(ops, key=lambda op: self.next_block(op.scope, path)):
             members = list(run)
             for part in [members] if block is None else _calls(members, block):
                 start += len(part)

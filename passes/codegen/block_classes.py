@@ -25,7 +25,7 @@ from pdcompile.passes.codegen.block_calls import (
 from pdcompile.passes.codegen.class_arguments import Change, Facts, Template
 from pdcompile.passes.form.module_tree import Node, ancestors, skeleton
 from pdcompile.passes.stages.held_tensors import all_tensors
-from pdcompile.passes.stages.naming import below, is_container, scope_of
+from pdcompile.passes.stages.naming import below, is_container
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +118,14 @@ def _candidates(
     for graph, ops in ((capture.train, train_ops), (capture.eval, eval_ops)):
         for op in graph.ops:
             if op.region == "forward":
-                for path in ancestors(scope_of(op)):
+                for path in ancestors(op.scope):
                     missing[path] += 1
         for op in ops:
-            for path in ancestors(scope_of(op)):
+            for path in ancestors(op.scope):
                 missing[path] -= 1
     # What takes a leaf's result apart stands in the leaf's scope without being a part of it.
     leaves = {op.module_path for op in (*train_ops, *eval_ops) if op.kind in ("module", "opaque")}
-    here = {path for op in (*train_ops, *eval_ops) for path in ancestors(scope_of(op))}
+    here = {path for op in (*train_ops, *eval_ops) for path in ancestors(op.scope)}
     return {
         path
         for path, count in missing.items()

@@ -39,7 +39,7 @@ from pdcompile.passes.form.expressions import (
 )
 from pdcompile.passes.form.lifetimes import Statement, draws, nameless, operands, spans
 from pdcompile.passes.form.module_tree import module_expression, tensor_expression
-from pdcompile.passes.stages.naming import below, identifier, is_container, scope_of
+from pdcompile.passes.stages.naming import below, identifier, is_container
 
 
 @dataclass(slots=True)
@@ -300,7 +300,7 @@ def _section(context: FileContext, base: str, item: Op | BlockCall) -> str:
     """The module whose forward an item stands in, if that is not the body of `base`."""
     if isinstance(item, Op) and item.region == "loss":
         return ""
-    scope = scope_of(item) if isinstance(item, Op) else item.path.rpartition(".")[0]
+    scope = item.scope if isinstance(item, Op) else item.path.rpartition(".")[0]
     while scope and below(scope, base) and scope != base:
         node = context.layout.root.find(scope)
         name = context.layout.classes.get(scope, ("", ""))[0]

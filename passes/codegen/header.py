@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdcompile.ir.graph import Capture
+from pdcompile.ir.graph_text import format_shape
 from pdcompile.ir.records import PARTS
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.block_classes import Block, CodeLayout
 from pdcompile.passes.codegen.safety import Imports
-from pdcompile.passes.codegen.source_text import WIDTH, Line, Locations, clean, shape_text
+from pdcompile.passes.codegen.source_text import WIDTH, Line, Locations, clean
 from pdcompile.passes.form.module_tree import Node
 from pdcompile.passes.stages.boundaries import Staged
 from pdcompile.passes.stages.signatures import Mode
@@ -186,7 +187,7 @@ def _table(rows: Sequence[tuple[str, Port, str]]) -> list[str]:
     """A line for each port; one for all in a row that are alike but for their names."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for kind, port, note in rows:
-        groups.setdefault((kind, shape_text(port.shape, port.dtype), note), []).append(port.name)
+        groups.setdefault((kind, format_shape(port.shape, port.dtype), note), []).append(port.name)
     table = [(kind, _listed(n), text, note) for (kind, text, note), n in groups.items()]
     names = max((len(name) for _, name, _, _ in table), default=0)
     width = max((len(text) for _, _, text, _ in table), default=0)

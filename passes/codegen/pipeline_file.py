@@ -7,10 +7,11 @@ from pathlib import Path
 
 from pdcompile.eager.autocast import NO_CASTS, on_gpu
 from pdcompile.ir.graph import Capture, GraphInput, OpGraph, Size
+from pdcompile.ir.graph_text import format_shape
 from pdcompile.ir.records import PARTS, TURNS
 from pdcompile.ir.stage_interface import Port, StageInterface
 from pdcompile.passes.codegen.header import model_name
-from pdcompile.passes.codegen.source_text import Line, filled, fold, render, shape_text
+from pdcompile.passes.codegen.source_text import Line, filled, fold, render
 from pdcompile.passes.form.expressions import quote
 from pdcompile.passes.form.index_ranges import upper_bound
 from pdcompile.passes.form.module_tree import reach
@@ -70,7 +71,7 @@ def _inputs(graph: OpGraph, interfaces: tuple[StageInterface, ...]) -> Iterator[
         if item.name in used:
             value = graph.values[item.name]
             text = f"{quote(item.path)}: {_made_up(graph, item)},"
-            yield render([Line(text, shape_text(value.shape, value.dtype), depth=2)])
+            yield render([Line(text, format_shape(value.shape, value.dtype), depth=2)])
 
 
 def _made_up(graph: OpGraph, item: GraphInput) -> str:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Template
 
-from pdcompile.ir.graph import DTYPE_BYTES, Size, Value
+from pdcompile.ir.graph import Size, Value
+from pdcompile.ir.graph_text import format_shape
 
 WIDTH = 100
 _SHORT_PART = 48  # columns: shorter arguments share lines, where one line does not hold all
-_LETTERS = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
-_SHORT = {
-    name: re.sub(r"^(bfloat|float|uint|int|complex)", lambda match: _LETTERS[match[1]], name)
-    for name in DTYPE_BYTES
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +66,11 @@ class Locations:
         return f"{full}:{line}"
 
 
-def shape_text(shape: Iterable[Size | str], dtype: str) -> str:
-    """``f32[b, 16, 32]``."""
-    return f"{_SHORT[dtype]}[{', '.join(str(size) for size in shape)}]"
-
-
 def value_text(value: Value | None, shape: Iterable[Size | str] | None = None) -> str:
     """`shape`, or the value's own, with its dtype; "" for anything but a tensor."""
     if value is None or not value.is_tensor:
         return ""
-    return shape_text(value.shape if shape is None else shape, value.dtype)
+    return format_shape(value.shape if shape is None else shape, value.dtype)
 
 
 def render(lines: Iterable[Line]) -> str:

@@ -21,7 +21,7 @@ from pdcompile.passes.form.module_tree import (
     skeleton,
     tensor_expression,
 )
-from pdcompile.passes.stages.naming import is_container, scope_of, wishes
+from pdcompile.passes.stages.naming import is_container, wishes
 
 INLINE_COLUMNS = 52  # columns of an expression that goes into another one
 STATEMENT_COLUMNS = 84  # columns of a statement's expression
@@ -277,7 +277,7 @@ class Lifetimes:
 
 def _modules(op: Op) -> tuple[str, ...]:
     """Paths of the modules whose forward calls the op, innermost first, the root left out."""
-    return ancestors(scope_of(op))[::-1]
+    return ancestors(op.scope)[::-1]
 
 
 def _ends(scopes: Sequence[tuple[str, ...]]) -> list[dict[str, int]]:

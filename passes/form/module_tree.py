@@ -18,7 +18,6 @@ from torch import nn
 
 from pdcompile.ir.graph import Op, TensorInfo
 from pdcompile.passes.form.expressions import quote
-from pdcompile.passes.stages.naming import scope_of
 
 # Attributes of every module, and methods of ours: such a child is reached through its table.
 TAKEN = frozenset(dir(nn.Module())) | {"loss", "draw"}
@@ -94,7 +93,7 @@ def skeleton(
     running: set[str] = set()
     for op in ops:
         if op.region == "forward":
-            running.add(scope_of(op))
+            running.add(op.scope)
         if op.kind in ("module", "opaque"):
             leaves.setdefault(op.module_path, op)
         elif op.draw is not None and op.region == "forward":

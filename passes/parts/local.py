@@ -17,7 +17,6 @@ from pdcompile.passes.parts.axes import Way
 from pdcompile.passes.parts.calls import Call, Operand, operands, whole_numbers
 from pdcompile.passes.parts.layout import SUM, WHOLE, share
 from pdcompile.passes.parts.shares import GROUPED
-from pdcompile.passes.stages.naming import scope_of
 
 Kwargs = tuple[tuple[str, Argument], ...]
 
@@ -109,7 +108,7 @@ def as_function(op: Op, added: Collection[int] = ()) -> Op:
 
 def _function(op: Op, target: str, args: tuple[Argument, ...], kwargs: Kwargs = ()) -> Op:
     return replace(op, kind="function", target=target, args=args, kwargs=kwargs,
-                   module_path=scope_of(op), parameters=(), constructor=())  # fmt: skip
+                   module_path=op.scope, parameters=(), constructor=())  # fmt: skip
 
 
 def _shared(op: Op, call: Call, layout: Way) -> Op:

@@ -36,7 +36,6 @@ from pdcompile.passes.parts.families import AT_REST
 from pdcompile.passes.parts.layout import SPREAD, SUM, WHOLE, Conversion, Layout, conversion
 from pdcompile.passes.parts.layouts import Layouts
 from pdcompile.passes.parts.local import Kwargs, as_function, local_op
-from pdcompile.passes.stages.naming import scope_of
 from pdcompile.passes.trace.assemble import with_consumers
 
 
@@ -117,7 +116,7 @@ class _Layouts:
         if name in self.gathered and want == WHOLE:
             return _Form(Ref(name), WHOLE)
         stage = self.layouts.stage_of.get(op.name, 0)
-        key = name, want, f"{scope_of(op)}#{self.calls[op.name]}#{op.region}#{stage}"
+        key = name, want, f"{op.scope}#{self.calls[op.name]}#{op.region}#{stage}"
         if operand.of_model and form.layout.kind == "S" and self.layouts.family == AT_REST:
             key = name, want, op.name  # is had whole for one op at a time
         if key not in self.forms:
@@ -178,7 +177,7 @@ class _Layouts:
     def _function(self, op: Op, name: str, target: str, *args: Argument, kwargs: Kwargs = ()) -> Op:
         """An op that belongs to another: in the module whose forward calls it, at its line."""
         return Op(
-            name, "function", target, args, kwargs, module_path=scope_of(op),
+            name, "function", target, args, kwargs, module_path=op.scope,
             module_call=self.calls[op.name], source=op.source, region=op.region,
             variable=op.variable if name == op.name else "", grad_enabled=op.grad_enabled,
             aside=op.aside, enables_grad=op.enables_grad, autocast=op.autocast,
@@ -363,7 +362,7 @@ def _calls_of_scopes(graph: OpGraph) -> dict[str, int]:
     found: dict[str, int] = {}
     nearest: dict[str, int] = {}
     for op in reversed(graph.ops):
-        scope = scope_of(op)
+        scope = op.scope
         if scope == op.module_path:
             nearest[scope] = op.module_call
         found[op.name] = nearest.get(scope, 0)

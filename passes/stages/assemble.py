@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -114,11 +114,7 @@ def plan_of_cut(
 
 
 #: bytes of one microbatch on a stage that only its rehearsal tells, by their names in plans
-_HELD = (
-    "saved_bytes", "workspace_bytes", "first_workspace_bytes", "split_bytes",
-    "split_workspace_bytes", "split_first_workspace_bytes", "split_freed_bytes",
-    "forward_workspace_bytes", "loose_bytes", "freed_bytes",
-)  # fmt: skip
+_HELD = tuple(one.name for one in fields(StagePlan) if hasattr(Resident, one.name))
 
 
 def _digest(held: Sequence[Rehearsal], stages: Sequence[StagePlan]) -> str:

@@ -46,13 +46,6 @@ def unique(wish: str, taken: Iterable[str]) -> str:
     return name
 
 
-def scope_of(op: Op) -> str:
-    """FQN of the module whose forward contains the op's call (a leaf's parent)."""
-    if op.kind in ("module", "opaque"):
-        return op.module_path.rpartition(".")[0]
-    return op.module_path
-
-
 def below(path: str, ancestor: str) -> bool:
     """True if `path` is `ancestor` or lies in it ("" is the root)."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
@@ -99,7 +92,7 @@ def wishes(graph: OpGraph) -> dict[str, tuple[str, bool]]:
         ):
             found[op.name] = found[first.name]
         elif op.name in escaping:
-            name = scope_of(op).rpartition(".")[2]
+            name = op.scope.rpartition(".")[2]
             plain = name.isdigit() or not name
             found[op.name] = (_after_op(op) if plain else identifier(name, "module"), False)
         else:
@@ -142,7 +135,7 @@ def _alike(one: Value, other: Value) -> bool:
 
 def _code_of(op: Op, graph: OpGraph) -> str:
     """FQN of the module whose own code calls the op: a ModuleList has none."""
-    scope = scope_of(op)
+    scope = op.scope
     while scope and is_container(graph.classes.get(scope, ("", ""))[0]):
         scope = scope.rpartition(".")[0]
     return scope

@@ -19,7 +19,6 @@ from pdcompile.batch import BatchLayout, FlatCall
 from pdcompile.errors import TraceError
 from pdcompile.ir.graph import Affine, Attr, Capture, DictOf, ListOf, Op, SizeRange, Slice, Value
 from pdcompile.ir.records import size_at
-from pdcompile.passes.stages.naming import scope_of
 from pdcompile.passes.trace.interceptors.size_reads import computed
 from pdcompile.warn import warn
 
@@ -124,7 +123,7 @@ class SizeMerge:
                         raise _apart(what, where)
                     changes[name] = self.any(versions, f"{name} of {what}", where)
                 except TraceError as error:
-                    error.module_path = None if maker is None else scope_of(maker)
+                    error.module_path = None if maker is None else maker.scope
                     raise
         return replace(parts[0], **changes) if changes else parts[0]
 
@@ -164,7 +163,7 @@ class SizeMerge:
             remedy="decide in forward by something else than the number of samples, "
             "and keep loops over samples out of it",
         )
-        error.module_path = scope_of(op)
+        error.module_path = op.scope
         return error
 
 

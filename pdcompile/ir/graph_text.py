@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pdcompile.ir.records import (
@@ -15,6 +16,7 @@ from pdcompile.ir.records import (
     ListOf,
     Op,
     Ref,
+    Size,
     Slice,
     TorchLiteral,
     Value,
@@ -23,10 +25,7 @@ from pdcompile.ir.records import (
 if TYPE_CHECKING:
     from pdcompile.ir.graph import OpGraph
 
-_SHORT = {
-    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64",
-    "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8",
-}  # fmt: skip
+_LETTERS = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
     "matmul": "@", "and_": "&", "or_": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
@@ -71,10 +70,13 @@ def _format_operator(op: Op, name: str, arguments: list[str]) -> str:
 
 def format_value(value: Value) -> str:
     """``f32[b, 16]``, or ``container``."""
-    if not value.is_tensor:
-        return value.dtype
-    sizes = ", ".join(str(size) for size in value.shape)
-    return f"{_SHORT.get(value.dtype, value.dtype)}[{sizes}]"
+    return format_shape(value.shape, value.dtype) if value.is_tensor else value.dtype
+
+
+def format_shape(shape: Iterable[Size | str], dtype: str) -> str:
+    """``f32[b, 16, 32]``."""
+    short = re.sub(rf"^({'|'.join(_LETTERS)})", lambda kind: _LETTERS[kind[1]], dtype)
+    return f"{short}[{', '.join(map(str, shape))}]"
 
 
 def format_argument(argument: Argument) -> str:
@@ -115,10 +117,9 @@ def _lines(graph: OpGraph) -> Iterator[str]:
         yield _with_comment(f"  {text}", f"input {entry.path}, {split}")
     inside: tuple[str, str] | None = None
     for op in graph.ops:
-        module = _section(op)
-        if module != inside:
-            inside = module
-            yield f"  # {_section_title(graph, op)}"
+        if (section := (op.region, op.scope)) != inside:
+            inside = section
+            yield f"  # {_section_title(graph, *section)}"
         yield _with_comment(f"  {format_op(op)}", _facts(graph, op))
     yield f"  return {format_argument(graph.output)}"
     if graph.loss is not None:
@@ -127,16 +128,8 @@ def _lines(graph: OpGraph) -> Iterator[str]:
         yield f"  # note: {note}"
 
 
-def _section(op: Op) -> tuple[str, str]:
-    """The heading that an op is shown under: the module whose forward calls it."""
-    path = op.module_path
-    if op.kind in ("module", "opaque"):
-        path = path.rpartition(".")[0]
-    return (op.region, path)
-
-
-def _section_title(graph: OpGraph, op: Op) -> str:
-    region, path = _section(op)
+def _section_title(graph: OpGraph, region: str, path: str) -> str:
+    """The heading of ops: the module whose forward calls them."""
     if region == "loss":
         return "loss_fn"
     name, source = graph.classes.get(path, ("", ""))

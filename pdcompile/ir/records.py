@@ -189,6 +189,12 @@ class Op:
         """True if it is a module of the user that runs as it is."""
         return self.kind == "opaque"
 
+    @property
+    def scope(self) -> str:
+        """FQN of the module whose forward contains the op's call (a leaf's parent)."""
+        leaf = self.kind in ("module", "opaque")
+        return self.module_path.rpartition(".")[0] if leaf else self.module_path
+
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values that the op reads, each once, in order of appearance."""
