@@ -1,4 +1,4 @@
-"""Which releases of torch, transformers and timm pass the tests, and compile the zoo.
+"""Table of the releases of torch, transformers and timm that pass the tests, and compile the zoo.
 
     python benchmarks/compatibility.py 2.11.0 2.13.0 2.15.0            # the fast tests
     python benchmarks/compatibility.py 2.15.0 --newest --models        # the zoo, newest libraries
@@ -39,7 +39,7 @@ for name in {SHOWN}:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found in one environment."""
+    """Findings in one environment."""
 
     torch: str
     python: str

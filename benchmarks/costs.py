@@ -67,7 +67,7 @@ class Row:
 
     @property
     def raw_error(self) -> float:
-        """Of the calibrated forecast, as a fraction of what was measured."""
+        """Error of the calibrated forecast, as a fraction of what was measured."""
         return self.forecast_ms / self.measured_ms - 1
 
     @property
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def sum_error(self) -> float:
-        """Of the plain sum."""
+        """Error of the plain sum."""
         return self.sum_ms / self.measured_ms - 1
 
     @property

@@ -1,4 +1,4 @@
-"""Which real models are compiled, and are the stages the model to the last bit?
+"""Table of the real models that are compiled, with whether stages are the model to the last bit.
 
     python benchmarks/coverage.py                          # the whole zoo
     python benchmarks/coverage.py --only gpt2 t5 --quick
@@ -104,7 +104,7 @@ def _run(
 
 
 def _known(path: str) -> dict[str, Judged]:
-    """What an earlier run found about other front ends, by model; nothing of ours is in it."""
+    """Findings of an earlier run on other front ends, by model; nothing of ours is in it."""
     if not Path(path).exists():
         return {}
     lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -72,7 +72,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of it; `seconds` from the fault to the end of the last rank."""
+    """End of one trial; `seconds` from the fault to the end of the last rank."""
 
     case: Case
     seconds: float

@@ -110,7 +110,7 @@ MODELS: dict[str, Callable[[bool], Training]] = {"gpt2": gpt2, "resnet50": resne
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one way to train: bytes at most, and the weights after some steps."""
+    """Figures of one way to train: bytes at most, and the weights after some steps."""
 
     peak_bytes: int | None
     weights: dict[str, Tensor]
@@ -164,7 +164,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """As its maker calls it."""
+        """Name that its maker gives it."""
         return devices.label(self.device)
 
     def forget(self) -> None:
@@ -173,7 +173,7 @@ class Machine:
         devices.hand_back(self.device)
 
     def begin(self, model: nn.Module) -> None:
-        """From here on the peak counts, of what is there only the model's tensors."""
+        """Begin to count the peak; of what is there only the model's tensors are in it."""
         if not self.measures:
             return
         tensors = [t for t in (*model.parameters(), *model.buffers()) if t.device == self.device]
@@ -199,7 +199,7 @@ class Machine:
         return Figures(self.peak_bytes(), seen)
 
     def in_turns(self, steps: int, *ways: Callable[[], Any]) -> list[tuple[float, str]]:
-        """Of each way to train: seconds of a step, and what it waits for."""
+        """Measure each way to train in turns: seconds of a step, and what it waits for."""
         for way in ways:  # torch asks for memory
             self._turn(1, way)
         turns = [[self._turn(steps, way) for way in ways] for _ in range(TURNS)]
@@ -288,7 +288,7 @@ def ours(
 
 
 def seconds_of(plan: Plan) -> float:
-    """What all ranks compute in a step, one after the other."""
+    """Seconds that all ranks compute in a step, one after the other."""
     forecast = plan.forecast
     assert forecast is not None
     return (1 - forecast.bubble) * len(forecast.ledgers) * forecast.step_seconds
@@ -452,7 +452,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def parser_of(page: str) -> argparse.ArgumentParser:
-    """With what is trained, for how long and on what; `page`: of the program."""
+    """Parser of a program's options: the model, how long and on what; `page`: of the program."""
     parser = argparse.ArgumentParser(description=page.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn (default 3)")
@@ -462,7 +462,7 @@ def parser_of(page: str) -> argparse.ArgumentParser:
 
 
 def chosen(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """What was asked for, all models where none is named."""
+    """Models that were asked for, all where none is named."""
     options = parser.parse_args(arguments)
     options.models = options.models or list(MODELS)
     if unknown := [name for name in options.models if name not in MODELS]:

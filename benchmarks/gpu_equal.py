@@ -71,7 +71,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def over_transports(kind: str) -> Iterator[tuple[str, float]]:
-    """What was tried, and by how much two ways to send data differ."""
+    """Table of what was tried, and by how much two ways to send data differ."""
     transports = os.environ.get("PDCOMPILE_TRANSPORTS", "nccl tags").split()
     cluster = pdcompile.Cluster.auto().each(kind=kind)
     for build, options in CASES.get(int(os.environ["WORLD_SIZE"]), CASES[2]):
@@ -85,7 +85,7 @@ def over_transports(kind: str) -> Iterator[tuple[str, float]]:
 
 
 def beside_the_reference(kind: str) -> Iterator[tuple[str, float]]:
-    """What was tried, and by how much it differs from plain PyTorch."""
+    """Table of what was tried, and by how much it differs from plain PyTorch."""
     device = devices.of_kind(kind)
     for mode, options in MODES.items():
         for schedule in ("1f1b", "2bw"):

@@ -1,4 +1,4 @@
-"""What gloo moves between two processes of this host: seconds a message, bytes per second.
+"""Rates of gloo between two processes of this host: seconds a message, bytes per second.
 
     python benchmarks/links.py
 

@@ -79,7 +79,7 @@ class Row:
 
     @property
     def errors(self) -> tuple[float, float, float, float]:
-        """Of resident, first and next peak, and of the next peak as the planner adds up."""
+        """Errors of resident, first and next peak, and of the next peak as the planner adds up."""
         mine, truth = self.predicted, self.measured
         return (
             _error(mine.saved_bytes, truth.resident),

@@ -102,7 +102,7 @@ def cluster(ranks: int, rate: str) -> str:
 
 
 def described(job: Job) -> str:
-    """What is trained."""
+    """Description of what is trained."""
     what = (CHAINS[job.model].__doc__ or "").strip().splitlines()[0]
     return f"{what} {len(job.sample().inputs)} samples a step, {job.microbatches} microbatches."
 

@@ -26,7 +26,7 @@ from tests.helpers import counted_layouts
 
 @dataclass(slots=True)
 class Count:
-    """Of one family."""
+    """Counts of one family."""
 
     problems: int = 0
     infeasible: int = 0

@@ -36,7 +36,7 @@ MICROBATCHES, BATCH, TOKENS, VOCABULARY, SETTLING = 8, 16, 64, 512, 2
 
 
 def model_of(dense: int, experts: int) -> nn.Module:
-    """So many dense layers, and then so many of 32 experts, of which a token takes two."""
+    """Model of so many dense layers, and then so many of 32 experts, of which a token takes two."""
     import transformers as hf
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the site has beside the pages of this folder: files of the root, examples, the command line.
+"""Files of the site beside the pages of this folder: those of the root, examples, the command line.
 
 mkdocs calls the functions that begin with ``on_``.  Links are written as they work in the
 repository, and become links between pages here; one that leads nowhere ends the build.

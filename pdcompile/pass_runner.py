@@ -36,7 +36,7 @@ class Listener:
         """The running pass has done so many of its parts and starts the next."""
 
     def steps(self, done: int, total: int, text: str) -> None:
-        """So many steps of a training are over; `text` is news of the last one."""
+        """Note that so many steps of a training are over; `text` is news of the last one."""
 
     def found(self, text: str) -> None:
         """The running search has found something better."""

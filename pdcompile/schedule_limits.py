@@ -12,7 +12,7 @@ JOINT = {"grad_scaler": "autocast='bfloat16'", "max_grad_norm": "clip per stage 
 
 
 def elsewhere(kind: ScheduleKind, hosts: int) -> Iterator[tuple[str, str]]:
-    """Why a schedule cannot run on so many hosts, and what to do."""
+    """Reasons why a schedule cannot run on so many hosts, and what to do."""
     if kind.dispatched and hosts > 1:
         why = f"{hosts} hosts, and under {kind.name!r} all ranks of one host run all stages in turn"
         yield why, f"one host; or schedule={DEFAULT!r}, where each stage has ranks of its own"

@@ -1,4 +1,4 @@
-"""What holds for all tests: none reads or writes the user's cache of measured times, or key, and
+"""Rules for all tests: none reads or writes the user's cache of measured times, or key, and
 none sees a GPU, so that they find on every machine the same.
 
 Processes that tests start inherit it.  A test of the cache itself names a folder of its own.

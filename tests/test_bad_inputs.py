@@ -1,4 +1,4 @@
-"""What cannot work ends in one clear error of ours, and what only looks odd works."""
+"""Inputs that cannot work end in one clear error of ours, and those that only look odd work."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ print("all")
 
 @pytest.mark.slow
 def test_every_benchmark_starts_as_a_script(tmp_path: Path) -> None:
-    """As `python benchmarks/X.py` does: its own folder is the first in sys.path, ours in none."""
+    """Each starts as `python benchmarks/X.py` does: its own folder is the first in sys.path, ours
+    in none."""
     run = processes(HELP, 1, tmp_path, str(ROOT))
     assert run.code == 0, run
     assert run.output.endswith("all\n"), run

@@ -302,7 +302,7 @@ def test_plans_with_replicas_and_recomputation_too(seed: int, tolerance: float) 
 
 
 def kept(plan: Plan, fastest: Plan, tolerance: float, graph: OpGraph) -> None:
-    """What a preferred plan promises, beside `check`."""
+    """Promises of a preferred plan, beside `check`."""
     old, new = fastest.certificate, plan.certificate
     known = new.objective_seconds if new.fastest_seconds is None else new.fastest_seconds
     assert known <= old.objective_seconds * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Where the ops of evaluation go, given the stages of the training graph."""
+"""Places of the ops of evaluation, given the stages of the training graph."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def optimum(problem: PartitionProblem) -> float:
 
 
 def holds(plan: Plan, number: int) -> None:
-    """What a plan that was accepted must satisfy: its claims are true of graph and cluster."""
+    """Conditions of a plan that was accepted: its claims are true of graph and cluster."""
     problem = truth(plan, number)
     assert plan.problem is not None
     stage_of = assignment(plan)

@@ -58,7 +58,7 @@ def test_tied_weights_whose_sums_take_unlike_times(replicas: tuple[int, ...], m:
 
 @pytest.mark.parametrize(("replicas", "skips"), [((1, 2, 1), False), ((1, 1, 2, 1), True)])
 def test_turns_decide_the_depths_of_lone_updates(replicas: tuple[int, ...], skips: bool) -> None:
-    """With more in flight a gradient waited for a receive of the next call."""
+    """A gradient would wait, with more in flight, for a receive of the next call."""
     count = len(replicas)
     edges = (Edge("v", 0, (2,), 1, True),) if skips else tuple(chain(count))
     for extra in (0, 2):
@@ -285,7 +285,8 @@ def test_aiming_elsewhere_is_caught(plan: Plan, pick: random.Random) -> None:
 @settings(max_examples=300)
 @given(plans(max_stages=4, max_microbatches=5), st.randoms(use_true_random=False))
 def test_a_swap_is_caught_or_changes_nothing(plan: Plan, pick: random.Random) -> None:
-    """What the proof accepts trains the same model: shown by another reader of programs."""
+    """A program that the proof accepts trains the same model: shown by another reader of
+    programs."""
     counts = (plan.training.num_microbatches,) * 3
     right = programs_of(plan, counts)
     number, rank = pick.randrange(len(right)), pick.randrange(plan.num_ranks)

@@ -189,7 +189,7 @@ MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("what", MANIFESTS)
 def test_manifests_that_lie(what: str, copy: Path, target: Any) -> None:
-    """With the right checksum: whoever wrote it meant it."""
+    """Each has the right checksum: whoever wrote it meant it."""
     change, message = MANIFESTS[what]
     rewritten(last(copy), change)
     refused(target, copy, message, str(last(copy)))
@@ -242,7 +242,7 @@ def test_places_of_tensors_are_a_format() -> None:
 def test_a_name_that_cannot_be_brought_to_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is said not to be saved is not there."""
+    """A save that is said to have failed is not there."""
     pipe = pipeline("1f1b")
     place = pipe.save(tmp_path)
     synced = folder.synced
@@ -371,7 +371,7 @@ def test_what_is_no_value_is_refused(data: Any) -> None:
 
 @pytest.mark.slow
 def test_kills_at_random_moments_of_a_save(tmp_path: Path) -> None:
-    """What is found afterwards is one whole checkpoint, of the minibatch that it says."""
+    """One whole checkpoint is found afterwards, of the minibatch that it says."""
     outcome = killed_saves(tmp_path, kills=12, seed=0)
     assert outcome.wrong == []
     assert outcome.found > 0

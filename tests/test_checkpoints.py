@@ -111,7 +111,8 @@ def test_a_note_says_which_weights_training_goes_on_from(
 
 
 def test_other_microbatch_counts_go_on_within_rounding(tmp_path: Path) -> None:
-    """Without what depends on microbatches: dropout and the statistics of batch norm."""
+    """A model is taken without what depends on microbatches: dropout and the statistics of batch
+    norm."""
     from tests.helpers import models
     from tests.helpers.pipelines import by_hand
 

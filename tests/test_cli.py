@@ -276,7 +276,8 @@ def test_python_m_is_the_same_command() -> None:
     ],
 )
 def test_the_shell_completes(typed: str, offered: str) -> None:
-    """As bash asks, with what `pdcompile --install-completion` puts into its start-up file."""
+    """A shell asks as bash does, with what `pdcompile --install-completion` puts into its start-up
+    file."""
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     asked = {"_PDCOMPILE_COMPLETE": "complete_bash", **words}
     command = [sys.executable, "-c", "from pdcompile.__main__ import main; main()"]

@@ -1,4 +1,4 @@
-"""What `pdcompile costs` prints: units on every number, no formula cut."""
+"""Output of `pdcompile costs`: units on every number, no formula cut."""
 
 from __future__ import annotations
 

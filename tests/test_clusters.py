@@ -29,7 +29,8 @@ def test_there_are_the_machines_that_people_ask_for() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_every_number_has_a_source(name: str) -> None:
-    """In a comment behind it; and devices are of a kind whose speed is known."""
+    """Each source is in a comment behind its number; and devices are of a kind whose speed is
+    known."""
     text = (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
     numbers = [
         line for line in text.splitlines() if re.match(r"(count|memory|speed|size|band|lat)", line)

@@ -136,7 +136,8 @@ def test_a_write_of_statistics_is_where_they_are_computed() -> None:
 @settings(max_examples=40, deadline=None)
 @given(random_graphs())
 def test_what_only_a_write_needs_is_found_from_the_write_back(graph: OpGraph) -> None:
-    """Not by a look at every op before it, of which there are thousands for thousands of writes."""
+    """No search looks at every op before it, of which there are thousands for thousands of
+    writes."""
     position = {op.name: i for i, op in enumerate(graph.ops)}
     readers = [[position[name] for name in graph.values[op.name].consumers] for op in graph.ops]
     for i in (i for i, found in enumerate(readers) if not found):
@@ -326,7 +327,7 @@ def test_moving_views_never_loses_the_optimum(graph: OpGraph) -> None:
 
 
 def constant_seconds(graph: OpGraph) -> float:
-    """What ops that nothing of the call enters take: only they may run elsewhere at a price."""
+    """Seconds of ops that nothing of the call enters: only they may run elsewhere at a price."""
     varying = {given.name for given in graph.inputs}
     total = 0.0
     for op in graph.ops:

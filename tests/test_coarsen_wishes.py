@@ -1,4 +1,4 @@
-"""What users wish of the cut: constraints reach the problem, and contradictions are named."""
+"""Wishes of users on the cut: constraints reach the problem, and contradictions are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generated stages look like, and that they hold what the model holds."""
+"""Looks of generated stages, and that they hold what the model holds."""
 
 from __future__ import annotations
 
@@ -295,7 +295,8 @@ def test_sizes_are_expressions_of_the_microbatch(position):
 
 
 class Written(nn.Module):
-    """What `h` held is read under another name after `h`, which is returned, is another tensor."""
+    """Model in which what `h` held is read under another name after `h`, which is returned, is
+    another tensor."""
 
     def __init__(self):
         super().__init__()

@@ -82,7 +82,7 @@ def assert_equal_as_source(wild: Wild, draw: Any) -> None:
 
 
 def positions(capture: Capture) -> list[int]:
-    """Where a cut may be: not between a value and an op that writes into its memory."""
+    """Places where a cut may be: not between a value and an op that writes into its memory."""
     graph = capture.train
     made = {op.name: i for i, op in enumerate(graph.ops)}
     spans: dict[int, list[int]] = {}
@@ -96,7 +96,7 @@ def positions(capture: Capture) -> list[int]:
 
 
 def run_pipeline_file(sources: Sources) -> str:
-    """What `python pipeline.py` does and prints, without a process of its own."""
+    """Do and print what `python pipeline.py` does, without a process of its own."""
     modules = {f"stage_{k}": module_of(cls) for k, cls in enumerate(stage_classes(sources))}
     space = {"__name__": "pipeline", "__file__": "/nowhere/pipeline.py"}
     with patch.dict(sys.modules, modules), redirect_stdout(io.StringIO()) as printed:

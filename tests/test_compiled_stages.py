@@ -102,8 +102,8 @@ def compiled(**options: Any) -> tuple[list[Tensor], int]:
     ids=lambda options: options["schedule"],
 )  # fmt: skip
 def test_they_train_as_eager_stages(options: dict[str, Any]) -> None:
-    """With the masks of eager, in training and evaluation, short minibatches too; opaque modules
-    stay as they are."""
+    """Both have the masks of eager, in training and evaluation, short minibatches too; opaque
+    modules stay as they are."""
     found, graphs = compiled(**options)
     torch.testing.assert_close(found, trained(None, **options), **CLOSE)
     assert graphs > 2
@@ -324,7 +324,7 @@ print(found["fxgraph_cache_miss"], found["fxgraph_cache_hit"])
 
 @pytest.mark.slow
 def test_a_further_run_finds_what_was_compiled(tmp_path: Path) -> None:
-    """On disk, whatever files the source of its stages lies in."""
+    """Compiled code is on disk, whatever files the source of its stages lies in."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", "-c", TWICE]
     (missed, had), (none, hit) = (

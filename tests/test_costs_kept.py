@@ -108,7 +108,7 @@ def test_modules_of_another_dtype_run() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("convnet", marks=pytest.mark.slow), "gpt", "writes"])
 def test_bytes_of_a_third_size_follow_from_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a run at that size, between the two and beyond them."""
+    """No run at that size is needed, between the two and beyond them."""
     known: dict[Any, Any] = {}
     monkeypatch.setattr("pdcompile.passes.costs.rehearsal.kept_storages._cache", known)
     if name == "writes":

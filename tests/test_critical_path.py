@@ -39,7 +39,7 @@ def path_of(plan: Plan, found: Simulation) -> CriticalPath:
 
 
 class WaitsFor:
-    """Which events of a timeline each event has to wait for, read off the programs alone.
+    """Events of a timeline that each event has to wait for, read off the programs alone.
 
     Of plans with one value between two stages, so that sender, receiver, kind and microbatch name
     a transfer.

@@ -1,4 +1,5 @@
-"""What a plan of many stages and ops is asked grows with them, not with their square or cube."""
+"""Work that a plan of many stages and ops asks for grows with them, not with their square or
+cube."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the replicas of a stage, and from its recomputation."""
+"""Consequences of the replicas of a stage, and of its recomputation."""
 
 from __future__ import annotations
 

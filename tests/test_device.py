@@ -173,7 +173,7 @@ absent(2)
 def test_a_gradient_that_is_absent_is_known_to_the_host(
     ranks: int, transport: str, tmp_path: Path
 ) -> None:
-    """What one stage has no gradient for reaches the other as none, and nobody reads the device."""
+    """A missing gradient of one stage reaches the other as none, and nobody reads the device."""
     script = SIMULATED.format(transport=transport) + COMMON + ABSENT + IN_THE_END
     if ranks == 1:
         script = script.replace("absent(2)", "os.environ.pop('WORLD_SIZE')\nabsent(2)")

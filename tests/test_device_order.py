@@ -37,7 +37,7 @@ def ordered_programs(plan: Plan, counts: Sequence[int]) -> list[Schedule]:
 
 
 def operations(column: Sequence[Instruction], rank: int) -> list[int]:
-    """Where a rank's data operations begin."""
+    """Places where a rank's data operations begin."""
     return [
         n
         for n, one in enumerate(column)

@@ -240,7 +240,7 @@ def test_every_schedule_on_ranks(
 def test_scripts_of_the_runtime_in_device_order(
     script: str, ranks: int, said: str, tmp_path: Path
 ) -> None:
-    """What ranks do over tags they do in device order: also fail, and say why."""
+    """Ranks do in device order what they do over tags: also fail, and say why."""
     first = 'import os; os.environ["PDCOMPILE_TRANSPORT"] = "ordered"\n'
     run = processes(first + script, ranks, tmp_path)
     assert run.code == 0, run

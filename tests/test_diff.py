@@ -1,4 +1,4 @@
-"""What differs between two plans: as data, as tables, and from the command line."""
+"""Differences between two plans: as data, as tables, and from the command line."""
 
 from __future__ import annotations
 

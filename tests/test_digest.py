@@ -91,7 +91,7 @@ def test_bytes_are_those_of_a_copy(tensor: Tensor) -> None:
 
 
 class Strided(nn.Module):
-    """With a buffer of one element, whose stride is not 1, that training writes."""
+    """Model with a buffer of one element, whose stride is not 1, that training writes."""
 
     seen: Tensor
 

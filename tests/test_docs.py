@@ -219,7 +219,7 @@ def test_commands_are_found() -> None:
 
 
 def plain(text: str) -> str:
-    """Without numbers and units, and without the line breaks that depend on their length."""
+    """Text without numbers and units, and without the line breaks that depend on their length."""
     number = r"[+-]?\d[\d.,]*(?:e[+-]?\d+)?(?: (?:%|[munp]?s|[kMGT]?B)(?!\w))?"
     return " ".join(re.sub(number, "#", text).split())
 

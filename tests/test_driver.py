@@ -44,7 +44,7 @@ def compiled(name: str, **options: Any) -> Any:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 @pytest.mark.parametrize("name", ["unet", "gpt"])
 def test_the_planner_and_the_simulator_agree(name: str, schedule: str, stages: int) -> None:
-    """But for updates, which forecasts count and certificates do not.
+    """Both agree but for updates, which forecasts count and certificates do not.
 
     In a stream, stages with tied weights have theirs at another time of a minibatch than others.
     """

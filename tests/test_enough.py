@@ -69,7 +69,7 @@ def test_the_limit_that_is_named_is_enough(schedule: str) -> None:
 
 
 def test_only_what_the_formula_rules_out_is_called_infeasible() -> None:
-    """Between what the formula needs and what a ledger holds, no plan found proves nothing."""
+    """No plan found between what the formula needs and what a ledger holds proves nothing."""
     graph = chain(2, 256)
     free = planned(graph, Cluster.local(2), schedule="2bw").forecast
     assert free is not None

@@ -96,7 +96,7 @@ def test_how_many_stages_and_replicas_there_are(options: Any, ranks: Any) -> Non
 
 
 def test_a_bound_by_the_order_of_tasks_can_prove_a_plan_optimal() -> None:
-    """Of three microbatches one replica has two, whatever the cut: more than half of the work."""
+    """One replica has two of three microbatches, whatever the cut: more than half of the work."""
     pipe = compiled(mlp, schedule="gpipe", stages=2, cluster=Cluster.local(2), microbatches=3)
     certificate = pipe.plan.certificate
     assert (certificate.status, certificate.gap) == ("optimal", 0.0)
@@ -125,7 +125,7 @@ def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_no_cut_beats_the_bound_and_few_the_plan(schedule: str) -> None:
-    """Of all cuts into four stages, on four devices of unlike speed."""
+    """All cuts into four stages are tried, on four devices of unlike speed."""
     graph = residual(3)
     cluster = cluster_of(*(Device(speed=speed) for speed in (2.0, 1.0, 1.0, 1.0)), rate=1e3)
     placement = KINDS[schedule].placement(4, 2)

@@ -1,4 +1,4 @@
-"""What rounding at a cut depends on: layouts in memory, orders of sums, names in loops."""
+"""Causes of rounding at a cut: layouts in memory, orders of sums, names in loops."""
 
 from __future__ import annotations
 

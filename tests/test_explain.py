@@ -217,7 +217,7 @@ def searched(schedule: str, choice: dict[str, Any], cluster: Cluster = SMALL, **
 def test_replicas_recomputation_and_shared_ranks_are_explained(
     schedule: str, choice: dict[str, Any], tmp_path: Path, call: Call
 ) -> None:
-    """With the plan's own objective."""
+    """Stages are explained with the plan's own objective."""
     plan = searched(schedule, choice)
     found = explain(plan)
     assert not found.edited

@@ -179,7 +179,7 @@ def test_timeouts_are_seconds(name: str, value: object) -> None:
 
 
 def test_a_process_alone_has_no_watchdog() -> None:
-    """And SIGTERM ends it as before."""
+    """SIGTERM ends it as before, too."""
     pipe = by_hand(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2))), 2,
                    torch.randn(4, 4), torch.randn(4, 4), microbatches=2,
                    loss_fn=torch.nn.functional.mse_loss)  # fmt: skip

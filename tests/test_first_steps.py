@@ -1,4 +1,4 @@
-"""What beginners stumble over: the error says what was left out."""
+"""Stumbles of beginners: the error says what was left out."""
 
 from __future__ import annotations
 

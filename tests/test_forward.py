@@ -82,7 +82,7 @@ def test_a_forward_that_is_dropped_is_found() -> None:
 
 
 def test_a_plan_of_inference_holds_weights_once_and_what_is_in_flight() -> None:
-    """And trains nothing, whatever options of updates say; the training plan of the same model has
+    """Nothing is trained, whatever options of updates say; the training plan of the same model has
     gradients, states of its optimizer, and activations of several microbatches."""
     own = model()
     x = torch.randn(8, 16)

@@ -161,7 +161,7 @@ def test_regions_in_the_model_are_captured(recwarn: pytest.WarningsRecorder) -> 
 
 
 class ByHand(nn.Module):
-    """What a GPU's region makes of `Casting` by softmax, said by casts."""
+    """Results of a GPU's region on `Casting` by softmax, said by casts."""
 
     def __init__(self, like: Casting) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ def test_ops_that_the_cpu_casts_otherwise_are_compared() -> None:
 
 
 def test_what_fails_on_the_cpu_is_planned_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As layers do that have no kernel for the CPU in float16."""
+    """Layers fail there that have no kernel for the CPU in float16."""
 
     def fails(*_: Any, **__: Any) -> int:
         raise ModelFails("the model itself fails on these inputs")

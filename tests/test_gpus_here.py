@@ -1,4 +1,4 @@
-"""Which GPUs are here: one for each process, plans that need more, and who may name devices."""
+"""GPUs that are here: one for each process, plans that need more, and who may name devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a message suggests: the nearest name, another call, and what was done instead."""
+"""Suggestions of messages: the nearest name, another call, and what was done instead."""
 
 from __future__ import annotations
 

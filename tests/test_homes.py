@@ -293,7 +293,7 @@ BYTES = """
 
 
 def test_a_write_to_a_tied_weight_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """On those too that hold none of it: replicas of a stage between the two that do."""
+    """Those refuse it too that hold none of it: replicas of a stage between the two that do."""
     script = (
         COMMON
         + """

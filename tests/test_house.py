@@ -134,7 +134,7 @@ def _is_private(name: str) -> bool:
 
 
 def dependencies() -> dict[str, set[str]]:
-    """Which modules each module imports anywhere, inside functions too, but not for types alone."""
+    """Modules that each module imports anywhere, inside functions too, but not for types alone."""
     known = modules()
     return {n: (runtime_imports(path) & known.keys()) - {n} for n, path in known.items()}
 
@@ -181,7 +181,7 @@ def test_no_imports_go_in_a_circle() -> None:
 
 
 def test_internals_of_torch_are_named_in_one_file() -> None:
-    """Which knows what releases of torch changed."""
+    """That file knows what releases of torch changed."""
     found = {module for module, (_, names) in found_in_files().items() if names}
     assert found == {"pdcompile.releases.torch_internals"}
 

@@ -154,7 +154,7 @@ def test_whatever_crosses_stages_is_proved(plan: Plan) -> None:
 @settings(max_examples=40)
 @given(several())
 def test_the_fast_clock_is_the_simulators(plan: Plan) -> None:
-    """With transfers, reductions over replicas, norms, and new weights of tied parameters."""
+    """Both have transfers, reductions over replicas, norms, and new weights of tied parameters."""
     cluster = Cluster((Device(),) * plan.num_ranks, (Level("slow", plan.num_ranks, 4.0, 0.1),))
     stages = tuple(replace(one, trainable_bytes=5 + one.index) for one in plan.stages)
     plan = replace(plan, stages=stages, cluster=cluster.to_toml())
@@ -165,7 +165,7 @@ def test_the_fast_clock_is_the_simulators(plan: Plan) -> None:
 
 
 def test_messages_that_are_ready_at_one_time_go_in_the_order_of_their_sends() -> None:
-    """To two stages of one rank, over one link."""
+    """Two of them go to two stages of one rank, over one link."""
     edges = (Edge("skip", 0, (2,), 2, True), Edge("x0", 0, (1,), 8, True), *chain(4)[1:])
     plan = make_plan("zb-v", 4, 2, per_rank=2, edges=edges)
     cluster = Cluster((Device(),) * 2, (Level("slow", 2, 4.0, 0.0),))

@@ -204,7 +204,7 @@ def test_a_mark_says_how_to_have_the_output() -> None:
 
 @dataclasses.dataclass
 class Output:
-    """What no pytree knows."""
+    """Class that no pytree knows."""
 
     logits: Tensor
     hidden: Any
@@ -293,7 +293,7 @@ def test_whatever_is_left_out_training_stays_the_same(
 
 
 def check_outputs(pipe: Any, ours: Output, theirs: Output) -> None:
-    """What the last stage can make is there, and the rest is marked."""
+    """Check that what the last stage can make is there, and the rest is marked."""
     train, last = pipe._running.compiled.capture.train, len(pipe.plan.stages) - 1
     stage_of = stage_of_ops(train, pipe.plan)
     made = {name for name, stage in stage_of.items() if stage == last}

@@ -127,7 +127,8 @@ def test_values_in_flight_are_activations_and_not_sends() -> None:
 
 
 def test_results_that_are_out_are_held_by_autograd_alone() -> None:
-    """In flight without those that it has no use for; a backward frees the others on its way."""
+    """Those that autograd has no use for are not held in flight; a backward frees the others on its
+    way."""
     sizes = {"saved_bytes": 30, "loose_bytes": 4, "workspace_bytes": 9, "freed_bytes": 6}
     plan = make_plan("gpipe", 2, 4, edges=chain(2, 10), **sizes)
     sent = replace(plan, edges=(replace(plan.edges[0], bytes=10),))
@@ -141,7 +142,7 @@ def test_results_that_are_out_are_held_by_autograd_alone() -> None:
 
 
 def test_a_forward_beside_a_split_backward_may_need_the_most() -> None:
-    """Of zero bubble: the next forward comes between the two parts of a backward."""
+    """The next forward of zero bubble comes between the two parts of a backward."""
     sizes = {"saved_bytes": 30, "split_bytes": 35, "forward_workspace_bytes": 20}
     found = ledgers(make_plan("zb-h1", 2, 4, edges=chain(2, 0), **sizes))
     assert [one.workspace_bytes for one in found] == [20, 20]
@@ -159,7 +160,7 @@ def test_a_whole_backward_beside_split_ones_has_its_own_workspace() -> None:
 
 
 def test_what_is_still_being_sent_outlives_the_first_part_of_a_backward() -> None:
-    """As far as only the send holds it: what the second part needs is counted with that."""
+    """Only what the send alone holds counts: what the second part needs is counted with that."""
     for freed, expected in ((0, 0), (10, 10), (4, 4)):
         plan = make_plan(
             "zb-h1", 2, 4, edges=chain(2, 10), saved_bytes=30, split_bytes=20,
@@ -185,7 +186,7 @@ def test_a_value_for_another_stage_of_the_rank_is_held_once() -> None:
 
 
 def test_a_stage_that_recomputes_holds_activations_only_while_it_runs() -> None:
-    """Between forward and backward there are its inputs, and what is still being sent."""
+    """Inputs are held between forward and backward, and what is still being sent."""
     plan = make_plan(
         "2bw", 2, 4, edges=chain(2, 10), trainable_bytes=100, parameter_bytes=100, saved_bytes=30,
         step_bytes=80, workspace_bytes=60,

@@ -267,7 +267,7 @@ def test_a_plan_says_that_losses_are_scaled() -> None:
 
 
 def test_a_scale_is_a_float32_from_the_first_minibatch_on() -> None:
-    """As in torch, whose GradScaler shows the number that it was given until it first scales."""
+    """Torch's GradScaler, too, shows the number that it was given until it first scales."""
     model, own, other = mlp(), scaler(init_scale=1000.1), scaler(init_scale=1000.1)
     with compiled(mlp, grad_scaler=own, stages=2, **FLOAT16) as pipe:
         state = trained(pipe, model, range(2))

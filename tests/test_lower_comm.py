@@ -1,4 +1,4 @@
-"""Where communication is put: early posts, late waits, and the pools that hold it."""
+"""Places of communication: early posts, late waits, and the pools that hold it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tied_gradients_and_weights() -> None:
 
 
 def test_a_tied_sum_passes_every_holder_once_an_update() -> None:
-    """Of a split backward it leaves after the last gradients of inputs, before those of weights;
+    """A split backward sends it after the last gradients of inputs, before those of weights;
     replica q sends to replica q mod r, and the owner's replicas reduce what they got."""
     plan = make_plan("zb-h1", 3, 4, tied=(TiedParameter("w", (0, 1, 2), 1),), replicas=(1, 1, 2))
     program, _ = make_stream(plan).step(4)

@@ -83,7 +83,7 @@ def test_training_is_as_if_it_had_never_been_tried(
 
 
 def test_gradients_are_added_to_as_in_eager() -> None:
-    """What the failed call had added to .grad is there until the user drops it."""
+    """A gradient that the failed call had added to .grad is there until the user drops it."""
     model = models.gpt(layers=1)
     twin = copy.deepcopy(model)
     with (

@@ -97,7 +97,7 @@ def test_one_op_with_a_warning_that_says_why() -> None:
 
 @pytest.mark.slow
 def test_graph_and_stages_equal_eager() -> None:
-    """Of three stages."""
+    """Graph and three stages compute what eager does."""
     faithful(routed())
     generated.check(routed(), rows(), [1, 7], rows(seed=1), mean_square)
 

@@ -215,7 +215,7 @@ def test_a_buffer_that_there_is_not() -> None:
 
 
 def test_a_step_finds_a_buffer_that_training_only_reads() -> None:
-    """Under any schedule: nothing changes it."""
+    """The buffer is found under any schedule: nothing changes it."""
     made = model()
     made.register_buffer("rate", torch.tensor(0.5))
     made.head.register_forward_pre_hook(lambda module, args: (args[0] * made.rate,))

@@ -86,7 +86,7 @@ def rates(optimizer: Any) -> list[tuple[int, float]]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_several_optimizers_train_as_the_reference(schedule: str) -> None:
-    """And as a loop of plain PyTorch that steps each."""
+    """They train as a loop of plain PyTorch does that steps each."""
     given = {"loss_fn": F.mse_loss, "microbatches": 4, "optimizer": several, "max_grad_norm": 0.5}
     pipe = pipeline(schedule, **given)
     reference = pdcompile.reference(model(), schedule=schedule, **given)
@@ -283,7 +283,8 @@ RANKS = """
 
 @pytest.mark.slow
 def test_ranks_with_unlike_groups_and_kinds_of_optimizers_go_on(tmp_path: Path) -> None:
-    """On the same plan; on others the optimizers do, and schedulers that are made anew."""
+    """They go on with the same plan; on others the optimizers do, and schedulers that are made
+    anew."""
     whole = pipeline()
     scheduled = schedulers(whole.optimizer)
     losses = train(whole, scheduled, 0, 6)

@@ -31,7 +31,7 @@ from tests.helpers.launch import processes
 
 
 class Large(nn.Module):
-    """Whose outputs are most of what its last rank holds, or very little."""
+    """Model whose outputs are most of what its last rank holds, or very little."""
 
     captured_once = True
 
@@ -49,7 +49,7 @@ class Large(nn.Module):
 
 
 def planned_for_ranks(model: nn.Module, **options: Any) -> Plan:
-    """As ``pdcompile plan --cluster 1x2`` makes it."""
+    """Plan as ``pdcompile plan --cluster 1x2`` makes it."""
     example = example_call(model, large_batch())
     given: dict[str, Any] = {
         "cluster": "1x2", "costs": "estimated", "microbatches": 4, "progress": False,
@@ -60,12 +60,12 @@ def planned_for_ranks(model: nn.Module, **options: Any) -> Plan:
 
 
 def driver_graph() -> OpGraph:
-    """Of a model with 16 numbers a sample, and no loss."""
+    """Graph, as the driver has it, of a model with 16 numbers a sample, and no loss."""
     return pdcompile.trace(nn.Linear(4, 16), torch.ones(8, 4))
 
 
 def ledger_of(plan: Plan) -> MemoryLedger:
-    """Of the last rank."""
+    """Ledger of the last rank."""
     assert plan.forecast is not None
     return plan.forecast.ledgers[-1]
 
@@ -80,7 +80,7 @@ def of_dropped(plan: Plan) -> list[str]:
 
 @pytest.mark.parametrize("aside", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_outputs_that_take_little_are_kept_by_default_and_others_dropped(aside: bool) -> None:
-    """Of plans for several ranks; the ledger is that of what is kept."""
+    """Plans are for several ranks; the ledger is that of what is kept."""
     plan, named = (
         planned_for_ranks(Large(4096, aside), memory="5 MB", **more)
         for more in ({}, {"outputs": "last"})

@@ -121,7 +121,7 @@ def case(seed: int) -> Options:
 
 
 def planned(seed: int) -> Plan | None:
-    """As the driver plans it, with costs of its own; None where nothing fits."""
+    """Plan as the driver makes it, with costs of its own; None where nothing fits."""
     r, options = random.Random(seed), case(seed)
     seconds, spread = 10 ** r.uniform(-6, -4), 10 ** r.uniform(0, 2)
     model, found = captured("layers" if seed % 3 == 0 else r.choice(tuple(MODELS)))

@@ -83,7 +83,7 @@ def test_releases_of_torch_are_told_apart(release: str, fits: bool) -> None:
 
 @pytest.mark.slow
 def test_another_torch_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    """By what needs it, and not by what does without."""
+    """A refusal comes from what needs torch, and not from what does without."""
     script = """
         import sys
         import torch

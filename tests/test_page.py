@@ -189,7 +189,7 @@ PANELS = ("tiles", "limits", "proof", "timeline", "critical", "binding", "stages
 
 
 def browsed(document: str, folder: Path, width: int, *, dark: bool = False) -> tuple[str, str]:
-    """What the page has become in Chromium, and what its console said."""
+    """State of the page in Chromium, and what its console said."""
     path = folder / "report.html"
     path.write_text(document, encoding="utf-8")
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []

@@ -92,7 +92,7 @@ print("heard")
 def test_control_c_before_there_is_a_plan_is_an_interrupt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And the handler that was there before is back afterwards."""
+    """The handler that was there before is back afterwards, too."""
     before = signal.getsignal(signal.SIGINT)
 
     def interrupted(found: Search) -> Segments:
@@ -116,7 +116,7 @@ def test_every_line_says_plan_bound_and_gap_and_they_only_improve() -> None:
 
 
 def test_a_bound_alone_is_told_as_well() -> None:
-    """Without a plan there is nothing to compare a bound with; with one, each counts."""
+    """A bound has nothing to be compared with where there is no plan; with one, each counts."""
     problem = chain_problem([1.0, 2.0, 3.0], 2)
     lines: list[str] = []
     state = Search(problem, build(problem), Budget(), progress=lines.append)

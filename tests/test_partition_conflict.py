@@ -53,7 +53,8 @@ def infeasible(count: int, start: int) -> Iterator[PartitionProblem]:
 
 
 def check(problem: PartitionProblem) -> None:
-    """What the refusal names cannot hold together, each part of it can, and its remedies do."""
+    """Check that what the refusal names cannot hold together, each part of it can, and its remedies
+    do."""
     limits = limits_of(problem)
     with pytest.raises(InfeasibleError) as caught:
         partition(problem)
@@ -87,7 +88,7 @@ def test_conflicts_by_brute_force(block: int) -> None:
 
 
 def test_without_the_dynamic_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few ideals allowed, CP-SAT has to answer, and finds the same."""
+    """CP-SAT has to answer with few ideals allowed, and finds the same."""
     monkeypatch.setattr(search, "MAX_IDEALS", 3)
     for problem in infeasible(15, 90_000):
         check(problem)

@@ -1,4 +1,4 @@
-"""What cannot be planned says which limits conflict and what would help."""
+"""Refusals of what cannot be planned say which limits conflict and what would help."""
 
 from dataclasses import replace
 from typing import Any
@@ -60,7 +60,7 @@ def test_versions_and_optimizer_are_named() -> None:
 
 
 def test_fits_in_sum_but_not_contiguously() -> None:
-    """With gradients 400, 600, 600, 400 bytes: the middle one has to hold both 600s."""
+    """Gradients are 400, 600, 600, 400 bytes: the middle one has to hold both 600s."""
     text = refusal(sized([200, 300, 300, 200], [500, 1150, 500]))
     assert "the model cut into 3 stages does not fit" in text
     assert "500 B to 1.15 kB of memory a stage" in text

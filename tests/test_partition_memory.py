@@ -1,4 +1,4 @@
-"""What the search knows of memory, against the formula of an assignment."""
+"""Bounds of the search on memory, against the formula of an assignment."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""What benchmarks/planner.py adds to the planner: cost formulas, tables, and a brute force."""
+"""Parts that benchmarks/planner.py adds to the planner: cost formulas, tables, and a brute
+force."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from tests.helpers.alike import Call
 def times_of(
     sizes: tuple[int, ...], rates: tuple[float, ...], noise: float, seed: int
 ) -> PairTimes:
-    """What would be measured on a cluster with such blocks, give or take."""
+    """Times that would be measured on a cluster with such blocks, give or take."""
     chance, n = random.Random(seed), sizes[-1]
     rate = [[0.0] * n for _ in range(n)]
     for a in range(n):
@@ -59,7 +59,7 @@ def test_levels_are_found_in_spite_of_noise(data: st.DataObject) -> None:
 @settings(max_examples=100)
 @given(st.integers(2, 12), st.integers(0, 10**6))
 def test_anything_makes_a_cluster(n: int, seed: int) -> None:
-    """Of links without an order too: sizes divide, and the last one is all devices."""
+    """Links without an order make one too: sizes divide, and the last one is all devices."""
     chance = random.Random(seed)
     rate = [[10 ** chance.uniform(8, 11) for _ in range(n)] for _ in range(n)]
     rate = [[min(rate[a][b], rate[b][a]) for b in range(n)] for a in range(n)]

@@ -220,7 +220,7 @@ def test_only_the_interpreter_sends() -> None:
 
 
 def test_only_the_session_runs_programs() -> None:
-    """And only those that `Programs` has handed out."""
+    """It runs only those that `Programs` has handed out."""
     callers = {
         name
         for name, path in modules().items()

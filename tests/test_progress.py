@@ -1,4 +1,4 @@
-"""What a compilation shows while it runs: bars and lines on stderr, or nothing."""
+"""Display of a compilation while it runs: bars and lines on stderr, or nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spoken(console: Any, until: str) -> str:
-    """What stderr has once it says so."""
+    """Text on stderr once it says so."""
     said = ""
     while until not in said:
         time.sleep(0.01)

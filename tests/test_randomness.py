@@ -355,7 +355,7 @@ def trained(rate: float | None) -> pdcompile.Pipeline:
 
 
 def during(pipe: pdcompile.Pipeline, call: Callable[[], object]) -> object:
-    """What `call` returns or raises in another thread, in the middle of a step of `pipe`."""
+    """Result or error of `call` in another thread, in the middle of a step of `pipe`."""
     found: list[object] = []
 
     def run() -> None:

@@ -70,7 +70,7 @@ def test_gradients_for_a_loop_of_ones_own() -> None:
 
 
 class Awkward(nn.Module):
-    """What a second run could get wrong.
+    """Model with all that a second run could get wrong.
 
     Buffers that are read and written (spectral norm, a counter that scales), an input that is
     written in place on whichever stage reads it first, a matmul that rounds otherwise where

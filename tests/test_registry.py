@@ -92,7 +92,7 @@ def test_staleness_says_which_schedules_a_search_may_take(added: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_a_row_is_one_file(kind: ScheduleKind) -> None:
-    """Under its name, with a source, a golden text, and a picture in its docstring."""
+    """The file has the row's name, a source, a golden text, and a picture in its docstring."""
     tests = Path(__file__).parent
     assert kind.module.startswith("pdcompile.passes.schedules.")
     path = modules()[kind.module]

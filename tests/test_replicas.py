@@ -212,7 +212,7 @@ def test_buffers_of_replicas_become_their_mean_where_they_are_read() -> None:
 
 
 def test_a_note_names_buffers_that_replicas_write_apart() -> None:
-    """What training reads of them is of the microbatches of one replica."""
+    """Training reads of them what is of the microbatches of one replica."""
     pipe, _ = pair(convnet(), replicas=(1, 2))
     (note,) = [note for note in pipe.plan.notes if "replicas of stage" in note]
     assert "2 replicas of stage 1" in note

@@ -133,7 +133,7 @@ except (ContractError, RankError) as error:
 def test_replicas_that_part_are_noticed(
     tmp_path: Path, schedule: str, change: str, end: str
 ) -> None:
-    """What one rank alone does to its weights would train two models at one time."""
+    """A change that one rank alone makes to its weights would train two models at one time."""
     run = processes(APART, 2, tmp_path, schedule, change)
     if run.code == Verdict.CRASH.exit_code and "refused" in end:
         # The connection broke inside of a message, of which gloo then never says that it failed:

@@ -69,7 +69,7 @@ def test_text_timeline_keeps_its_width_and_order(stages: int, num: int, width: i
 
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_idle_fraction_of_1f1b(stages: int, num: int) -> None:
-    """Without updates the bubble of equal stages is (S − 1) / (M + S − 1)."""
+    """The bubble of equal stages, without updates, is (S − 1) / (M + S − 1)."""
     events = [event for event in one_f_one_b(stages, num) if event.action != "STEP"]
     expected = (stages - 1) / (num + stages - 1)
     assert timeline.idle(timeline.bars(events)) == pytest.approx(expected)

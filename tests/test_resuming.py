@@ -357,7 +357,7 @@ REPLICAS = """
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "stash"])
 def test_ranks_that_are_replicas_resume(schedule: str, tmp_path: Path) -> None:
-    """With statistics of batch norm of their own, and groups that are not complete."""
+    """Replicas have statistics of batch norm of their own, and groups that are not complete."""
     states = []
     for name, stops in (("whole", (8,)), ("parts", (3, 5, 8))):
         for stop in stops:

@@ -265,7 +265,8 @@ def test_the_bound_has_the_ways_of_weights(tmp_path: Path, call: Call, again: st
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_count_once_a_host(name: str) -> None:
-    """On CPUs, where nothing is sent after an update; a device of another kind has its own."""
+    """Weights on CPUs are one memory, where nothing is sent after an update; a device of another
+    kind has its own."""
     every, home = (planned(schedule=name, updates=one) for one in ("every", "home"))
     gpus = Cluster((Device("cuda"),) * 2, (Level("host", 2, 1e9),)).to_toml()
     for plan, readers in ((home, 2), (replace(home, cluster=gpus), 1)):

@@ -1,4 +1,4 @@
-"""What users do between two calls: it counts as for the reference, or it is refused."""
+"""Acts of users between two calls: each counts as for the reference, or is refused."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Store(dict[str, Any]):
 
 
 class Owner:
-    """What a session is to its exit."""
+    """Part of a session that its exit needs."""
 
     def __init__(self) -> None:
         self.causes: list[str] = []
@@ -182,7 +182,7 @@ def test_an_error_without_a_line_of_the_programs() -> None:
 
 
 def ended(how: str) -> str:
-    """What is known of a process that ended like this and was not waited for."""
+    """Facts known of a process that ended like this and was not waited for."""
     script = "import os, sys; from pdcompile.runtime.failure.host_peers import identity; "
     script += f"print(identity()); {how}"
     command = [sys.executable, "-u", "-c", script]

@@ -173,7 +173,7 @@ def test_warm_up_with_replicas() -> None:
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_stash_with_replicas_keeps_balanced_stages_busy(replicas: list[int]) -> None:
-    """With at least PipeDream's depth, and no less than its own: one microbatch a second is lost
+    """The depth is at least PipeDream's, and no less than its own: one microbatch a second is lost
     nowhere once the pipeline is full."""
     counts, ranks = tuple(replicas), sum(replicas)
     seconds = [(float(count), 2.0 * count) for count in counts]
@@ -310,7 +310,8 @@ def test_unusable_plans_are_refused() -> None:
 def test_replicas_of_a_copy_get_new_weights_from_those_of_the_owner(
     name: str, replicas: tuple[int, ...]
 ) -> None:
-    """In turn, each once; proved in a stream, and simulated as the planner's clock has it."""
+    """Each gets them in turn, once; proved in a stream, and simulated as the planner's clock has
+    it."""
     last = len(replicas) - 1
     plan = make_plan(
         name, last + 1, 6, replicas=replicas, edges=chain(last + 1, 3),

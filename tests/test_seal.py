@@ -1,4 +1,4 @@
-"""What rank 0 sends is read only where it comes from rank 0 of this run; sockets are our own."""
+"""Messages of rank 0 are read only where they come from rank 0 of this run; sockets are our own."""
 
 from __future__ import annotations
 

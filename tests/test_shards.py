@@ -68,7 +68,7 @@ def pipeline(*, prepared: bool = True, model: Any = None, **given: Any) -> Any:
 
 
 def test_minibatches_are_those_of_a_loader() -> None:
-    """In one process all samples are read, in the order of an ordinary DataLoader."""
+    """All samples are read in one process, in the order of an ordinary DataLoader."""
     samples = Samples()
     torch.manual_seed(5)
     whole, parts = pipeline(replicas=(2, 1)), pipeline(replicas=(2, 1))

@@ -109,7 +109,7 @@ def test_the_planner_calculates_the_same_makespan(case: tuple[Plan, PipelineTime
 
 
 def test_a_stage_sends_to_the_nearest_first() -> None:
-    """As the clock has it: a rank that waits for one send makes no other."""
+    """The simulator does as the clock does: a rank that waits for one send makes no other."""
     edges = (*chain(5, 0), Edge("far", 0, (4,), 1, True), Edge("near", 2, (4,), 16, True))
     edges = tuple(replace(one, bytes=16) if one.source == 1 else one for one in edges)
     times = [0.5, 0.5, 1.0, 0.5, 0.5]

@@ -94,7 +94,7 @@ class Stage(nn.Module):
 
 
 def gradients(stage: Stage, split: bool) -> tuple[list[Tensor], dict[str, Tensor | None], set[str]]:
-    """What goes back, what is accumulated for three microbatches, and which parameters had
+    """Gradients that go back, those accumulated for three microbatches, and which parameters had
     gradients before any second part ran."""
     sent, rests = [], list[Rest]()
     for seed in range(3):

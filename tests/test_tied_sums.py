@@ -43,7 +43,7 @@ class Shared(nn.Module):
 
 
 class AtBothEnds(Shared):
-    """In the region of autocast a weight is cast once, for all of its products."""
+    """Model in which, in the region of autocast, a weight is cast once, for all of its products."""
 
     captured_once = True
 
@@ -67,7 +67,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def compiled(model: nn.Module, **options: Any) -> pdcompile.Pipeline:
-    """On three stages, each of which has the weight."""
+    """Pipeline of three stages, each of which has the weight."""
     x, y = batches(1)[0]
     pipe = pdcompile.compile(
         model, cluster=pdcompile.Cluster.local(3), stages=3, costs="estimated", progress=False,
@@ -107,7 +107,7 @@ def decayed(weight: nn.Parameter) -> None:
 def test_training_is_that_of_the_plans_reference(
     schedule: str, hook: Any, clip: float | None, recompute: bool
 ) -> None:
-    """To the last bit, hooks (once, on the sum) and a user's own loop among it."""
+    """They are equal to the last bit, hooks (once, on the sum) and a user's own loop among it."""
     model, twin = models(hook)
     options: dict[str, Any] = {
         "loss_fn": F.cross_entropy, "optimizer": ADAM, "schedule": schedule, "max_grad_norm": clip,
@@ -153,7 +153,7 @@ def test_replicas_sum_what_they_have_and_hooks_run_on_the_whole() -> None:
 
 @pytest.mark.filterwarnings("ignore:the loss is not linear")
 def test_scaled_losses_of_a_stream_are_drained() -> None:
-    """In one process a rank may learn of a minibatch when another has learnt of the next one."""
+    """A rank may learn of a minibatch, in one process, when another has learnt of the next one."""
     model, twin = models(kind=AtBothEnds)
     options: dict[str, Any] = {
         "loss_fn": F.cross_entropy, "optimizer": ADAM, "schedule": "2bw",

@@ -1,4 +1,4 @@
-"""What capture writes down: ops, values, facts; on the models that every test shares."""
+"""Contents of captures: ops, values, facts; on the models that every test shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What models keep from call to call: captured where no call can tell, refused where one can."""
+"""State that models keep from call to call: captured where no call can tell, refused where one
+can."""
 
 from __future__ import annotations
 

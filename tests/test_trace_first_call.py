@@ -1,4 +1,5 @@
-"""What models do in their first call only, and what they cache, leaves no trace in a capture."""
+"""First calls of models: what they do in those only, and what they cache, leaves no trace in a
+capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models return: containers and objects of any class, in training and in evaluation."""
+"""Outputs of models: containers and objects of any class, in training and in evaluation."""
 
 from __future__ import annotations
 

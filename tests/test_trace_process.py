@@ -1,4 +1,4 @@
-"""What forward asks of its process: the rank, the environment, the time."""
+"""Questions of forward to its process: the rank, the environment, the time."""
 
 from __future__ import annotations
 

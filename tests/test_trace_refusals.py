@@ -1,4 +1,4 @@
-"""What cannot be captured faithfully is refused with file and line, and leaves no trace."""
+"""Models that cannot be captured faithfully are refused with file and line, and leave no trace."""
 
 from __future__ import annotations
 

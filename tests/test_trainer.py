@@ -132,7 +132,7 @@ def test_parts_of_the_whole_model_are_refused_by_name(
 def test_a_rest_that_the_model_does_not_take_is_refused_at_the_start(
     tmp_path: Path, names: dict[str, Any], train: int, evaluated: int, where: str
 ) -> None:
-    """For one sample Llama is another computation; the length of the data is known before."""
+    """Llama is another computation for one sample; the length of the data is known before."""
     from pdcompile.integrations.trainer import PipelineTrainer
 
     def trainer(**given: Any) -> Any:

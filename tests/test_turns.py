@@ -65,7 +65,8 @@ def on_unlike_devices(plan: Plan, speeds: list[float], *levels: Level) -> Plan:
 @settings(max_examples=80)
 @given(st.data())
 def test_the_clock_is_the_simulators_under_any_turns(data: st.DataObject) -> None:
-    """And where it finds that ranks wait for ever, so does the proof."""
+    """A pattern for which the simulator finds that ranks wait for ever is one that the proof
+    refuses, too."""
     plan = turned(data.draw, data.draw(timed(stream=False)))
     far = data.draw(st.sampled_from([1e9, 4.0]))
     plan = on_unlike_devices(
@@ -93,7 +94,7 @@ def test_the_longest_run_of_turns() -> None:
 
 
 def test_replicas_follow_one_order_of_the_stage() -> None:
-    """With a run of 4 microbatches, the backward of i comes before the forward of i + 4."""
+    """The backward of i comes, with a run of 4 microbatches, before the forward of i + 4."""
     turns = (0, 0, 0, 1)
     mine, other = (share_of(turns, replica, 8) for replica in (0, 1))
     assert ahead(in_turn(2), mine, 2) == ()
@@ -335,7 +336,7 @@ def test_a_rate_that_the_optimizer_changes_stays_without_its_scale() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2)])
 def test_a_tied_weight_has_the_rate_of_its_first_stage(replicas: tuple[int, int]) -> None:
-    """And an idle replica of that stage waits for no sum of a minibatch that has not begun."""
+    """An idle replica of that stage waits for no sum of a minibatch that has not begun."""
     model = gpt(layers=1, width=8, heads=1, vocab=16, context=4)
     x, y = batch_for(model, 2)
     common: dict[str, Any] = {

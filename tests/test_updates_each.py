@@ -56,7 +56,7 @@ def train(pipe: Any, model: nn.Module, events: Callable[[int, Any], None]) -> li
 
 
 def nothing(_: int, __: Any) -> None:
-    """Between the steps."""
+    """Do nothing between the steps."""
 
 
 def compare(

@@ -1,5 +1,5 @@
-"""With a plan: what is not said is the plan's, what contradicts it is refused; the same for
-compile, the command line and the reference."""
+"""Plans that users give: what is not said is the plan's, what contradicts it is refused; the same
+for compile, the command line and the reference."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_what_is_not_said_is_the_plans(plan: Plan) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_contradicts_the_plan_is_refused(name: str, plan: Plan) -> None:
-    """At once, by `compile` itself, also where it is the default of planning."""
+    """The refusal comes at once, from `compile` itself, also where it is the default of
+    planning."""
     model, given = seeded(), {"plan": plan, name: OTHERS[name]}
     for refused in (pdcompile.compile, pdcompile.reference):
         with pytest.raises(ConfigError, match=f"the plan has {name}=") as caught:
@@ -136,7 +137,7 @@ def test_a_machine_or_an_optimizer_that_the_plan_did_not_know() -> None:
 
 
 def test_minibatches_of_another_size(plan: Plan) -> None:
-    """Of one sample too, which is fewer than the plan has microbatches."""
+    """Minibatches of one sample are among them, which is fewer than the plan has microbatches."""
     for size in (1, 4):
         with pytest.raises(PlanError, match=f"of 8 samples, and this one has {size}"):
             compiled(size=size, plan=plan)

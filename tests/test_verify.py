@@ -326,7 +326,7 @@ def test_a_stage_that_raises_is_named():
 
 
 def test_a_wrong_edge_is_noticed():
-    """Without its gradient an edge would leave the first stage untrained, silently."""
+    """An edge without its gradient would leave the first stage untrained, silently."""
     model, flat, layout, found = captured("mlp")
     values = {
         name: dataclasses.replace(value, needs_gradient=False)

@@ -1,4 +1,4 @@
-"""What verification says is the true cause, and what it takes for equal is equal."""
+"""Findings of verification are the true cause, and what it takes for equal is equal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Layers(nn.Module):
 
 
 class Differentiates(Layers):
-    """In evaluation only where autograd records."""
+    """Model that differentiates, in evaluation only where autograd records."""
 
     def inner(self, x: Tensor) -> Tensor:
         (found,) = torch.autograd.grad((self.c(x) ** 2).sum(), x, create_graph=True)
@@ -97,7 +97,7 @@ def test_a_stage_holds_what_makes_a_differentiated_tensor_need_a_gradient() -> N
 
 
 class Whole(Differentiates):
-    """What reads a value is opaque, and records nothing in evaluation."""
+    """Model in which what reads a value is opaque, and records nothing in evaluation."""
 
     class Part(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What differs from one full-batch step on purpose, and options that do not fit the loss."""
+"""Differences from one full-batch step that are meant, and options that do not fit the loss."""
 
 from __future__ import annotations
 

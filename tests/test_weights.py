@@ -1,4 +1,4 @@
-"""Where the values of a model on the meta device come from: files, a function, the model itself."""
+"""Sources of the values of a model on the meta device: files, a function, the model itself."""
 
 from __future__ import annotations
 

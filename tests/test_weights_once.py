@@ -57,7 +57,7 @@ def trained(model, pipe, twin, steps=3):
 @pytest.mark.parametrize("schedule", ["round", "round-2bw"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_read_one_memory(tmp_path: Path, schedule: str, ranks: int) -> None:
-    """On two of them sums are the reference's, bit for bit.  Also what a step puts elsewhere comes
+    """Two of them sum as the reference does, bit for bit.  Also what a step puts elsewhere comes
     there; states load as before; after the pipeline each rank has the weights for itself."""
     script = PIPES + dedent("""
     for optimizer in (partial(torch.optim.SGD, lr=0.1), partial(Elsewhere, lr=0.1)):

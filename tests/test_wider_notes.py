@@ -21,7 +21,7 @@ NOTE = re.compile(
 
 
 def planned(**options: Any) -> Plan:
-    """On four devices, whose pipeline of four stages idles for most of four microbatches."""
+    """Plan for four devices, whose pipeline of four stages idles for most of four microbatches."""
     given = {"costs": "estimated", "microbatches": 4, "cluster": "1x4", "verify": "off"}
     model = GPT(2, 64, 4, 16).to("meta")
     flat = example_call(model, IDS, IDS)

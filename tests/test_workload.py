@@ -172,7 +172,7 @@ def test_an_error_of_batches_has_its_own_line() -> None:
 
 
 def test_it_takes_what_a_training_is() -> None:
-    """As `pdcompile.compile` does; without batches the example is every minibatch."""
+    """It does as `pdcompile.compile` does; without batches the example is every minibatch."""
     x, y = torch.ones(4, 1), torch.zeros(4, 1)
     workload = Workload(
         nn.Linear(1, 1), x, nn.functional.mse_loss, example_target=y, loss_reduction="sum",

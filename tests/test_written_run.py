@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused(
     message: str,
     remedy: str,
 ) -> None:
-    """By compile before anything is captured, and by the reference."""
+    """The refusal comes from compile before anything is captured, and from the reference."""
     given = {"schedule": MINE, **options}
     refuse = partial(pdcompile.compile, mlp(), **given)
     if processes:

@@ -27,7 +27,7 @@ def v(ranks: int, count: int) -> Plan:
 
 
 def seconds(ranks: int, count: int) -> int:
-    """What all parts take where each takes one."""
+    """Seconds of all parts where each takes one."""
     few = 4 * (ranks + count) - (3 if count <= ranks else 2)
     return max(few, 6 * count + ranks - 1)
 
@@ -35,8 +35,8 @@ def seconds(ranks: int, count: int) -> int:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", range(1, 7))
 def test_every_number_of_microbatches_is_proved(ranks: int) -> None:
-    """As long as the formula says; what is in flight is what was planned; a rank holds no more
-    than the first one of 1F1B, whose stages are twice as long, and takes less time."""
+    """The order is as long as the formula says; what is in flight is what was planned; a rank holds
+    no more than the first one of 1F1B, whose stages are twice as long, and takes less time."""
     for count in range(1, 2 * ranks + 4):
         plan = v(ranks, count)
         check(plan)
@@ -80,7 +80,7 @@ def test_deep_ones(ranks: int, count: int, clip: float | None) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("ranks", "count"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1)])
 def test_no_order_is_shorter(ranks: int, count: int) -> None:
-    """Of all that hold no more than 1F1B does."""
+    """None is shorter of all that hold no more than 1F1B does."""
     assert seconds(ranks, count) == shortest(ranks, count)
 
 

@@ -63,7 +63,7 @@ def test_it_is_proved(
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", range(1, 9))
 def test_the_bubble_is_the_papers(depth: int) -> None:
-    """Where forward, gradients of inputs and of weights take equally long; never behind 1F1B."""
+    """Forward, gradients of inputs and of weights take equally long; never behind 1F1B."""
     for count in range(1, 17):
         found, plain = (simulate(make_plan(n, depth, count)).forecast for n in (NAME, "1f1b"))
         assert found.step_seconds <= plain.step_seconds
@@ -122,7 +122,8 @@ def test_activations_are_held_until_the_second_part() -> None:
 
 
 def test_what_is_held_between_the_parts_is_another_number() -> None:
-    """With the gradients that the second part needs, and without what only the first one did."""
+    """The number has the gradients that the second part needs, and not what only the first one
+    did."""
     sizes = {
         "saved_bytes": 10,
         "workspace_bytes": 20,
@@ -192,7 +193,7 @@ def test_bounds_stay_below_the_optimum_and_the_search_finds_it() -> None:
 @pytest.mark.parametrize("block", range(3))
 @pytest.mark.slow
 def test_the_whole_space_is_searched_exactly(block: int) -> None:
-    """With replicas, recomputation, limits on memory and unlike devices."""
+    """The space has replicas, recomputation, limits on memory and unlike devices."""
     compared = 0
     for seed in range(120 * block, 120 * block + 120):
         draw = spaces.harsh_case if seed % 2 else spaces.random_case

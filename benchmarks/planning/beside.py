@@ -54,7 +54,7 @@ Cut = tuple[int, ...]  # the layer that each stage but the first begins with
 
 @dataclass(frozen=True)
 class Layers:
-    """What other planners know of a model: a list of layers, with seconds and parameters."""
+    """Model as other planners know it: a list of layers, with seconds and parameters."""
 
     begins: tuple[int, ...]  # items of the planner's problem
     is_block: tuple[bool, ...]

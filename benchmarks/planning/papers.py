@@ -90,7 +90,8 @@ def run() -> list[Table]:
 
 
 def _profiles() -> Table:
-    """Where the parameters are: dense layers, embeddings and classifiers against the rest."""
+    """Profiles by where the parameters are: dense layers, embeddings and classifiers against the
+    rest."""
     table = Table(
         "papers_profiles",
         "The profiles: what a minibatch costs, and how much of it are dense layers",

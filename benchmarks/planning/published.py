@@ -1,4 +1,4 @@
-"""What others published for the same inputs, and where the inputs lie."""
+"""Figures that others published for the same inputs, and where the inputs lie."""
 
 from __future__ import annotations
 

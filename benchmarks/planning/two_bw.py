@@ -104,7 +104,7 @@ def simulated(plan: Plan, *, recompute: bool) -> Outcome:
 
 
 def outcomes(plan: Plan) -> tuple[Outcome, Outcome]:
-    """Without recomputing, and with it on every stage."""
+    """Outcomes without recomputing, and with it on every stage."""
     return simulated(plan, recompute=False), simulated(plan, recompute=True)
 
 

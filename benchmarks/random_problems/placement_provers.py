@@ -56,7 +56,7 @@ def ideals_alone(groups: LoadProblem) -> float:
 
 
 def integer_program_alone(groups: LoadProblem) -> float:
-    """From an upper bound that holds for every placement."""
+    """Solve the integer program, from an upper bound that holds for every placement."""
     finite = [max((s for s in row if s < math.inf), default=0.0) for row in groups.seconds]
     best = [math.inf]
 

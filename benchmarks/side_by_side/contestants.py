@@ -34,7 +34,7 @@ NO_LINKS = Level("none", 1, float("inf"))
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What all contestants do: a chain, its loss, and the number of microbatches.
+    """Task of all contestants: a chain, its loss, and the number of microbatches.
 
     `costs` are pdcompile's option, made from the chain and a minibatch; `cluster` is TOML,
     None where nothing is known of them.

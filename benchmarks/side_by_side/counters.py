@@ -1,4 +1,4 @@
-"""What a process has sent, and the most that it held."""
+"""Counters of what a process has sent, and of the most that it held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a comparison are told, and what they tell."""
+"""Messages of a comparison: what its ranks are told, and what they tell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.side_by_side.waiting import Times, profile_of, waiting
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the ranks of one comparison do.
+    """Job of the ranks of one comparison.
 
     `times`: of the layers, where they wait; `cluster`: TOML that says what links there are;
     `interface`: where traffic is counted, None: on this process's connections.
@@ -41,7 +41,7 @@ class Job:
         return CHAINS[self.model](**{**self.arguments, **changed})
 
     def task(self, **changed: Any) -> Task:
-        """What the contestants do; `changed`: other arguments of the model."""
+        """Task that the contestants do; `changed`: other arguments of the model."""
         one = self.sample(**changed)
         assert one.loss_fn is not None
 
@@ -71,8 +71,8 @@ class Job:
 
 @dataclass(slots=True)
 class Figures:
-    """Of one contestant on one rank: seconds a step of each round, bytes sent a step, peak, and
-    what Python takes for an instruction."""
+    """Figures of one contestant on one rank: seconds a step of each round, bytes sent a step, peak,
+    and what Python takes for an instruction."""
 
     seconds: list[float] = field(default_factory=list)
     sent_bytes: float = 0.0

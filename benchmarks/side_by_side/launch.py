@@ -24,7 +24,7 @@ SHOWN_LINES = 25  # of a rank that failed
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a comparison: the figures of every rank by contestant."""
+    """Outcome of a comparison: the figures of every rank by contestant."""
 
     title: str
     about: str
@@ -83,7 +83,7 @@ def launched(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Until all have ended; the rank that failed first, whose fellows are then ended."""
+    """Wait until all have ended; the rank that failed first, whose fellows are then ended."""
     running = dict(enumerate(processes))
     try:
         while running:

@@ -30,7 +30,7 @@ class Networks:
         check()
 
     def place(self, rank: int) -> tuple[list[str], dict[str, str]]:
-        """What a rank's command begins with, and its environment."""
+        """Beginning of a rank's command, and its environment."""
         environment = {
             "MASTER_ADDR": self._address(0),
             "GLOO_SOCKET_IFNAME": INTERFACE,

@@ -105,7 +105,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratios(outcome: Outcome, name: str, baseline: str) -> list[float]:
-    """How often as fast as the baseline, round by round."""
+    """Speed by that of the baseline, round by round."""
     rank = outcome.of_rank[0]
     pairs = zip(rank[baseline].seconds, rank[name].seconds, strict=True)
     return [theirs / own for theirs, own in pairs]
@@ -145,7 +145,8 @@ def cells(outcome: Outcome, name: str) -> list[str]:
 
 
 def remarks(outcome: Outcome) -> str:
-    """How schedules compare with torch's of the same name, and pipelines' traffic with DDP's."""
+    """Remarks on schedules beside torch's of the same name, and on pipelines' traffic beside
+    DDP's."""
     rank, said = outcome.of_rank[0], []
     for own, other in PAIRS:
         if own in rank and other in rank and not rank[own].refused and not rank[other].refused:

@@ -1,4 +1,4 @@
-"""What Python takes for an instruction, schedule by schedule: tiny stages, a core for each rank.
+"""Share of Python in an instruction, schedule by schedule: tiny stages, a core for each rank.
 
     python -m torch.distributed.run --standalone --nproc-per-node=2 \
         -m benchmarks.side_by_side.python_share

@@ -32,7 +32,7 @@ wait = time.sleep
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a layer takes for one microbatch, forward and in both parts of its backward: the
+    """Seconds that a layer takes for one microbatch, forward and in both parts of its backward: the
     gradient of what comes in, and those of the parameters.
 
     `beside`: of each, what a waiting layer takes outside of its waits.
@@ -66,7 +66,7 @@ def sleep_precisely() -> None:
 
 @contextmanager
 def lasting(seconds: float) -> Iterator[None]:
-    """What is done inside takes so long, at least."""
+    """Context whose inside takes so long, at least."""
     end = time.perf_counter() + seconds
     yield
     wait(max(0.0, end - time.perf_counter()))

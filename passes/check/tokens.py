@@ -43,8 +43,8 @@ class Tokens(Updates):
         }
 
     def begin(self, minibatches: int) -> None:
-        """So many minibatches are over and nothing is in flight: where an update is of several,
-        those that wait for the rest of their group have all been backward."""
+        """Begin where so many minibatches are over and nothing is in flight: where an update is of
+        several, those that wait for the rest of their group have all been backward."""
         self.steps = minibatches // self.group
         for counts in self.counters:
             counts.update(dict.fromkeys(counts, self.steps))

@@ -55,7 +55,7 @@ class Constraints:
         return wishes
 
     def marks(self, groups: Groups) -> dict[int, frozenset[int]]:
-        """For each group the numbered patterns that it is subject to."""
+        """Numbered patterns that each group is subject to."""
         marks = defaultdict[int, set[int]](set)
         for number, ops in enumerate(ops for _, found in self.matched for ops in found):
             for i in ops:

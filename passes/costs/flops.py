@@ -57,12 +57,12 @@ def _nothing(call: CostedOp) -> int:
 
 
 def _made(price: int) -> Formula:
-    """So many operations for each element of the result."""
+    """Formula of so many operations for each element of the result."""
     return lambda call: price * call.out.elements
 
 
 def _read(price: int) -> Formula:
-    """So many operations for each element that is read."""
+    """Formula of so many operations for each element that is read."""
     return lambda call: price * call.first.elements
 
 

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what binds each stage, and what crosses each boundary.
+"""Reasons why a plan is as it is: what binds each stage, and what crosses each boundary.
 
 Loads, memory and objectives are the evaluator's.
 """
@@ -147,7 +147,7 @@ def critical(plan: Evaluation) -> tuple[Path, float]:
 
 
 def boundaries(plan: Evaluation) -> tuple[Boundary, ...]:
-    """What passes from stages up to each boundary to later ones."""
+    """Traffic from stages up to each boundary to later ones."""
     found = []
     for boundary in range(len(plan.stages) - 1):
         values = size = 0

@@ -85,7 +85,7 @@ class Loads:
             most = -(-stage.memory_bytes // unit)
 
             def units(size: float, unit: int = unit, most: int = most) -> int:
-                """At most one more than there are: products of whole models stay small."""
+                """Units, at most one more than there are: products of whole models stay small."""
                 return min(math.floor(size) // unit, most + 1)
 
             held = model.problem.holding(s)
@@ -256,7 +256,7 @@ class IntegerProgram:
         return True
 
     def forbid(self, stages: tuple[int, ...]) -> None:
-        """Not this assignment: rounding of bytes let it through."""
+        """Forbid this assignment: rounding of bytes let it through."""
         self.x.clause(part for v, s in enumerate(stages) for part in self.x.elsewhere(v, s))
 
     def _enforce(self, constraint: Any, literals: Iterable[Any]) -> None:

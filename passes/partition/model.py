@@ -344,7 +344,7 @@ def all_ideals(
 
 
 def nearest(places: Iterable[int], stage_of: Sequence[int], most: int) -> list[int]:
-    """So many of these places between items, those nearest to where an assignment is cut."""
+    """Nearest of these places between items, so many, to where an assignment is cut."""
     ends = np.flatnonzero(np.diff(stage_of)) + 1
     return sorted(sorted(places, key=lambda place: int(np.abs(ends - place).min()))[:most])
 

@@ -79,7 +79,7 @@ class Thresholds:
         return self.lowest[group] <= stage <= self.highest[group]
 
     def clause(self, literals: Iterable[Literal]) -> None:
-        """At least one literal holds."""
+        """Demand that at least one literal holds."""
         listed = list(literals)
         if not any(literal is True for literal in listed):
             self.cp.add_bool_or([literal for literal in listed if literal is not False])

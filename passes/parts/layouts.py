@@ -196,7 +196,7 @@ def shard_of(fqn: str, layout: Layout, parts: int) -> Shard:
 
 
 def _why(choice: Choice, op: OpAxes) -> str:
-    """Why a product stays whole."""
+    """Reason why a product stays whole."""
     if op.reason:
         return op.reason
     ways = choice.kinds.allowed(op)

@@ -139,7 +139,7 @@ def _pool(call: Call) -> Form:
 
 
 def _refuse_without_samples(call: Call) -> None:
-    """Without samples an op looks along what would be channels."""
+    """Refuse an op without samples: it looks along what would be channels."""
     places = call.rank(0) - 2
     asked = [int(letter) for letter in call.name if letter.isdecimal()] or [places]
     if len(call.out) != places + 2 or places not in (1, 2, 3) or asked != [places]:

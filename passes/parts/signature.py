@@ -95,7 +95,7 @@ _NAMED = re.compile(r"([+=]?)([\w|]+)(?:@(\d+))?(\??) ([^\s,]*)")
 
 
 def letters_with(count: int, capital: Sequence[int] = ()) -> str:
-    """So many letters, those of some dimensions as capitals."""
+    """Letters, so many, those of some dimensions as capitals."""
     whole = {int(dim) % count for dim in capital if count}
     return "".join(c.upper() if i in whole else c for i, c in enumerate(LETTERS[:count]))
 

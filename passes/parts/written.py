@@ -358,7 +358,7 @@ def _drops_out(call: Call) -> str:
 
 
 def _calls_of_scopes(graph: OpGraph) -> dict[str, int]:
-    """For each op, which call of the module in whose forward it is."""
+    """Number of the call, for each op, of the module in whose forward it is."""
     found: dict[str, int] = {}
     nearest: dict[str, int] = {}
     for op in reversed(graph.ops):

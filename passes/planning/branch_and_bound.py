@@ -157,7 +157,7 @@ class PlanSearch:
                 heapq.heappush(heap, (max(bound, branch.bound), next(ticket), branch))
 
     def _enough(self, branch: Branch, tried: float, until: float) -> str:
-        """Why the search ends though this branch may hold a better plan; empty: it goes on."""
+        """Reason to end though this branch may hold a better plan; empty: the search goes on."""
         trials = self.trials
         if self.space.cut_alone:  # ends by itself, with a plan
             return ""

@@ -72,7 +72,7 @@ def job() -> Iterator[tuple[int, int, torch.device]]:
 
 @contextmanager
 def alone() -> Iterator[tuple[int, int, torch.device]]:
-    """As `job`, for one process that nobody else has started."""
+    """Place as `job` gives it, for one process that nobody else has started."""
     yield 0, 1, devices.of_process(0, 1)
 
 

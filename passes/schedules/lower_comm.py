@@ -256,7 +256,7 @@ class StagePart:
             self.posted += 1
 
     def forward(self, minibatch: int, microbatch: int, is_last: bool) -> None:
-        """Without a backward to come, the microbatch is done after it."""
+        """Add a forward; where no backward is to come, the microbatch is done after it."""
         trains = self.column.upto != "forward"
         if trains:
             self.receive_weights(before=minibatch - self.lag)

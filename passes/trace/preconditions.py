@@ -61,7 +61,7 @@ def check_model(model: Any) -> None:
 
 
 def _flaw(module: nn.Module) -> tuple[str, str] | None:
-    """Why a module cannot be captured, and what to pass instead; None where it can."""
+    """Fault for which a module cannot be captured, and what to pass instead; None where it can."""
     cls = type(module)
     if cls.__name__ in _WRAPPERS and cls.__module__.startswith("torch."):
         return f"is wrapped in {cls.__name__}", _WRAPPERS[cls.__name__]

@@ -113,7 +113,7 @@ def regions_of(text: str | None, device: torch.device) -> AbstractContextManager
 
 
 def other_region(text: str | None, devices: Iterable[Device]) -> str:
-    """Why a region is not that of the devices that stages are for; "" where it is.
+    """Reason why a region is not that of the devices that stages are for; "" where it is.
 
     What a region casts depends on where the tensors are: on a GPU softmax and norms are computed in
     float32, for example, and on the CPU they are not.

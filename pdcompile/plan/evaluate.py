@@ -1,4 +1,4 @@
-"""What an assignment costs and whether it is allowed: the definition that searches are held to.
+"""Cost of an assignment and whether it is allowed: the definition that searches are held to.
 
 Straight from the problem, stage by stage and value by value, with no reductions and no code in
 common with the solvers.  Every answer of the planner goes through here before anybody sees it.
@@ -28,7 +28,7 @@ from pdcompile.schedule.turns import Pattern
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Where and how the stages of a pipeline run; all but `link` by stage.
+    """Places of the stages of a pipeline and how these run; all but `link` by stage.
 
     `in_flight`: microbatches of one replica; empty where round trips do not count.  `rates`: bytes
     a second from its host to each rank, where it gets the weights of a stage to run it.
@@ -84,7 +84,7 @@ class Evaluation:
         stage_of: Sequence[int],
         deployment: Deployment | None = None,
     ):
-        """Without a `deployment` a straight one on the problem's own stages."""
+        """Take a straight one on the problem's own stages where no `deployment` is given."""
         self.problem, self.stage_of = problem, stage_of
         self.deployment = Deployment.straight(problem) if deployment is None else deployment
         self.m = self.deployment.num_microbatches
@@ -100,8 +100,8 @@ class Evaluation:
 
     @cached_property
     def seconds(self) -> float:
-        """With a flush the makespan; without seconds per microbatch, a lower bound where stages
-        have replicas."""
+        """Makespan with a flush; else seconds per microbatch, a lower bound if stages have
+        replicas."""
         if self.deployment.flush:
             return self.times.makespan(self.warmup, self.m)
         return self.times.period(self.deployment.in_flight, self.m)
@@ -195,7 +195,7 @@ class Evaluation:
         return sum(one[0] for one in held) + max(gradients, *(one[1] + one[2] for one in held))
 
     def _bytes(self, s: int) -> tuple[int, int, int]:
-        """Of one rank: what it holds always, gradients, and what it holds for microbatches."""
+        """Bytes of one rank: held always, of gradients, and held for microbatches."""
         trainable, copied, frozen, saved, received, returned, workspace = (
             row[s] for row in self._held
         )
@@ -212,7 +212,7 @@ class Evaluation:
 
     @cached_property
     def _held(self) -> tuple[list[int], ...]:
-        """By stage: trainable, copied (of these), frozen, saved, received, returned, workspace."""
+        """Bytes by stage: trainable, copied of it, frozen, saved, received, returned, workspace."""
         found = tuple([0] * len(self.stages) for _ in range(7))
         trainable, copied, frozen, saved, received, returned, workspace = found
         for item, s in zip(self.problem.items, self.stage_of, strict=True):

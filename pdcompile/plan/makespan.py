@@ -1,4 +1,4 @@
-"""How long a pipeline takes: the longest path over who waits for whom.
+"""Duration of a pipeline: the longest path over who waits for whom.
 
 A rank computes one thing at a time, in the order that its schedule's row in the registry yields;
 what it makes is sent when it is finished, in turn; a link carries one message at a time in each
@@ -59,7 +59,7 @@ class Path:
 
 
 class End(NamedTuple):
-    """When something is over, and why: an event, hops after it, a reduction of a stage."""
+    """Time at which something is over, and why: an event, hops after it, a reduction of a stage."""
 
     seconds: float
     event: Event = None
@@ -175,7 +175,7 @@ class EventWalk:
         self.lanes[kind, hop] = lane
 
     def send_in_order(self, kind: Direction, hops: Iterable[StagePair]) -> None:
-        """Which messages each stage sends after computing, one after the other."""
+        """Set which messages each stage sends after computing, one after the other."""
         sent: Counter[StagePair] = Counter()
         for hop in hops:
             self.out[kind == "forward"][hop[0]].append((self.lanes[kind, hop], sent[hop]))
@@ -210,7 +210,7 @@ class EventWalk:
         norms: float | None,
         finals: Sequence[tuple[StagePair, object, float]],
     ) -> End:
-        """When the last stage has stepped and the last copy of a tied parameter has arrived.
+        """End of what comes last: a stage's step, or the arrival of a copy of a tied parameter.
 
         `updates`: seconds from a stage's sums to its step, those of `back` after the norms.
         `finals`: stages, link, seconds of each message, with sums of tied gradients or new weights.
@@ -242,7 +242,7 @@ class EventWalk:
         return any(len(self.held[rank]) > 1 for s in (a, b) for rank in self.ranks[s])
 
     def path(self, end: End) -> Path:
-        """How often forward and backward of each stage, and each hop, lead to an end."""
+        """Path to an end: how often forward and backward of a stage, and each hop, lead to it."""
         forward, backward = [0] * len(self.ranks), [0.0] * len(self.ranks)
         hops: Counter[tuple[StagePair, Direction]] = Counter((hop, "final") for hop in end.hops)
         event = end.event

@@ -26,7 +26,7 @@ Sent: TypeAlias = list[tuple[StagePair, dict[StagePair, float]]]
 
 
 class Message(NamedTuple):
-    """What one stage sends another for each microbatch; final ones once a minibatch, after the
+    """Message from one stage to another for each microbatch; final ones once a minibatch, after the
     last backward: sums of tied gradients to earlier stages, and new weights to later ones."""
 
     kind: Direction
@@ -347,7 +347,7 @@ def times_of(plan: Plan, cluster: Cluster, returning: Collection[str]) -> Pipeli
 
 
 def half_duplex(cluster: Cluster, ranks: Sequence[tuple[int, ...]]) -> list[bool]:
-    """For each stage whether a link to a stage next to it carries both directions in turn."""
+    """Answers, by stage, whether a link to a stage next to it carries both directions in turn."""
     last = len(ranks) - 1
     return [
         any(

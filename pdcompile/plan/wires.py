@@ -92,7 +92,7 @@ class Wire:
         self.move(ready)
 
     def cause(self, i: int) -> Event:
-        """What message i set out after."""
+        """Cause after which message i set out."""
         before = self.arrived[i - 1] if i else 0.0
         found: Event = (self, i - 1) if i else self.sent_after[0]
         if self.sent[i] > before:

@@ -20,7 +20,7 @@ class ReplicaSums:
     """Accumulates the gradients of each replica apart from those of others."""
 
     def __init__(self, model: nn.Module, plan: Plan | None) -> None:
-        """Without a plan, and where every minibatch is one microbatch, nothing is apart."""
+        """Keep nothing apart without a plan, and where every minibatch is one microbatch."""
         self._stages: list[tuple[nn.Parameter, int]] = []
         self._parts: list[dict[int, Tensor | None]] = []  # by rank, of each of these
         if plan is None or plan.training.kind.updates_each:

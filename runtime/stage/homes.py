@@ -141,7 +141,7 @@ class Homes:
         return {fqn: shards[fqn].joined(one) for fqn, one in zip(mine, came, strict=True)}
 
     def _let_go(self, names: Iterable[str]) -> None:
-        """Between updates nobody has the whole; the number in its place is none to compute with."""
+        """Let go of the whole between updates; the number in its place is none to compute with."""
         for whole in (self.wholes[fqn] for fqn in names if self.at_home(fqn)):
             whole.data = whole.new_full((), nan).expand(whole.shape)
 

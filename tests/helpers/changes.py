@@ -1,4 +1,4 @@
-"""What users do to a model and its optimizer between two calls, and what becomes of it.
+"""Changes that users make to a model and its optimizer between two calls, and what becomes of it.
 
 One row a change, with the words of docs/between_calls.md; tests and the random trials run them.
 """
@@ -19,7 +19,7 @@ Kind = Literal["values", "buffers", "structure", "settings", "optimizer"]
 
 
 class Settings:
-    """What a model is built from, as libraries keep it."""
+    """Values that a model is built from, as libraries keep it."""
 
     def __init__(self) -> None:
         self.slope = 0.1
@@ -77,7 +77,7 @@ class Change:
     flushes: Literal["", "one process", "always"] = ""  # where it drains what is in flight itself
 
     def outcome(self, *, in_flight: bool, several_ranks: bool, tied: bool) -> Outcome:
-        """What docs/between_calls.md promises."""
+        """Outcome that docs/between_calls.md promises."""
         if self.kind == "structure":
             return "refused"
         if self.kind == "settings":

@@ -50,7 +50,7 @@ def on_meta(build: Any = Net) -> Any:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """What safetensors takes: tied tensors under one name."""
+    """State as safetensors takes it: tied tensors under one name."""
     return {slot.fqn: slot.tensor for slot in slots(model).values() if slot.persistent}
 
 

@@ -29,8 +29,8 @@ STEPS = 12
 
 @dataclass
 class Outcome:
-    """Of trials: what went wrong, in words; how many were judged, how often processes were killed,
-    in a save too, and how often there was nothing yet."""
+    """Results of trials: what went wrong, in words; how many were judged, how often processes were
+    killed, in a save too, and how often there was nothing yet."""
 
     wrong: list[str] = field(default_factory=list)
     found: int = 0

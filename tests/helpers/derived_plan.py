@@ -375,7 +375,7 @@ def _in_flight(plan: Plan) -> list[int]:
 
 
 def _warmup(plan: Plan) -> Sequence[int]:
-    """Of each stage; where a plan names none, the least that keeps balanced stages busy."""
+    """Warm-up of each stage; where a plan names none, the least that keeps balanced stages busy."""
     return plan.training.warmup or range(len(plan.stages) - 1, -1, -1)
 
 

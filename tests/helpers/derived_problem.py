@@ -1,4 +1,4 @@
-"""What a plan says of itself, held against graph and cluster: fingerprint, bytes, its problem.
+"""Claims of a plan on itself, held against graph and cluster: fingerprint, bytes, its problem.
 
 The embedded problem is what the certificate's bound is about: if it were not that of the graph
 and the cluster, the bound would be of something else.
@@ -119,7 +119,7 @@ def _owners(problem: PartitionProblem, graph: OpGraph) -> dict[str, set[int]]:
 
 
 def _values(problem: PartitionProblem, graph: OpGraph) -> Iterator[Finding]:
-    """What passes between items, and what several of them hold."""
+    """Values that pass between items, and that several of them hold."""
     item_of = {name: i for i, item in enumerate(problem.items) for name in item.ops}
     b = next((op.cost.microbatch_size for op in graph.ops if op.cost), graph.batch_size)
     returned = {ref.name for ref in walk(graph.output, Ref)}

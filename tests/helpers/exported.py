@@ -110,7 +110,7 @@ def crossing() -> Workload:
 
 
 def gpt() -> Workload:
-    """With tied weights and dropout."""
+    """GPT with tied weights and dropout."""
     model = models.gpt(layers=2, dropout=0.1)
     inputs, _ = models.batch_for(model, BATCH)
 

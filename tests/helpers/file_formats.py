@@ -258,7 +258,7 @@ def _manifest(folder: Path, training: Training) -> Format:
 
 
 def _everything(contents: Any) -> None:
-    """What loading reads, and what `pdcompile checkpoint show --verify` does."""
+    """Do what loading reads, and what `pdcompile checkpoint show --verify` does."""
     contents.verify()
     contents.groups()
     for parts in contents.schedulers().values():
@@ -275,7 +275,7 @@ def _everything(contents: Any) -> None:
 
 
 def _saved_plan(folder: Path, training: Training) -> Format:
-    """With a manifest that has its checksum."""
+    """Plan as saved, with a manifest that has its checksum."""
     place = _copied(folder, training)
     manifest = replace(read_manifest(place), stages=(), aliases=())
 
@@ -289,7 +289,7 @@ def _saved_plan(folder: Path, training: Training) -> Format:
 
 
 def _tensors(folder: Path, training: Training) -> Format:
-    """As weights=, and in the place of a file of a checkpoint."""
+    """Tensors as weights=, and in the place of a file of a checkpoint."""
     state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.int64)}
     save_file(state, folder / "whole.safetensors", {"format": "pt"})
     whole = (folder / "whole.safetensors").read_bytes()

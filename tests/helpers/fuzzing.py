@@ -75,7 +75,7 @@ class Finding:
 
 @dataclass
 class Outcome:
-    """What became of the files of one format."""
+    """Results for the files of one format."""
 
     name: str
     files: int = 0
@@ -91,7 +91,7 @@ class TooSlow(BaseException):
 
 
 class _Audit:
-    """What a reader did, by Python's audit events, while `on`.  A hook cannot be taken away."""
+    """Acts of a reader, by Python's audit events, while `on`.  A hook cannot be taken away."""
 
     def __init__(self) -> None:
         self.on = False
@@ -133,7 +133,7 @@ _AUDIT = _Audit()
 
 @contextmanager
 def audited(folder: Path) -> Iterator[list[str]]:
-    """What is done inside that no reader may do; libraries may be imported by then, or not."""
+    """Acts inside that no reader may do; libraries may be imported by then, or not."""
     if not getattr(_AUDIT, "hooked", False):
         sys.addaudithook(_AUDIT)
         _AUDIT.hooked = True  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def audited(folder: Path) -> Iterator[list[str]]:
 
 @contextmanager
 def unaudited() -> Iterator[None]:
-    """Where a harness does what the reader may not: puts the file into its place."""
+    """Context in which a harness does what the reader may not: puts the file into its place."""
     before, _AUDIT.on = _AUDIT.on, False
     try:
         yield

@@ -19,7 +19,7 @@ __all__ = ["ROOT", "Run", "processes", "torchrun"]
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a launch: exit code and what the ranks printed."""
+    """End of a launch: exit code and what the ranks printed."""
 
     code: int
     output: str

@@ -78,7 +78,8 @@ def moved(plan: Plan, ops: Sequence[str], to: int) -> Plan:
 
 
 def with_warmup(plan: Plan, depths: Sequence[int]) -> Plan:
-    """As somebody would edit it: another warm-up, and an objective that nobody has searched for."""
+    """Plan as somebody would edit it: another warm-up, and an objective that nobody has searched
+    for."""
     plan = replace(
         plan,
         training=replace(plan.training, warmup=tuple(depths)),

@@ -147,7 +147,7 @@ def rich(name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def microbatches(name: str, most: int) -> int:
-    """As many as a schedule can have."""
+    """Microbatches, as many as a schedule can have."""
     return 1 if KINDS[name].updates_each else most
 
 
@@ -296,7 +296,8 @@ class Meaning:
         return me.weights.get(version), str(tied)
 
     def _inputs(self, me: _Rank, rank: int, label: Any, *, forward: bool) -> Any:
-        """What must have arrived, read from the plan: a missing value is None in the result."""
+        """Inputs that must have arrived, read from the plan: a missing value is None in the
+        result."""
         stage = next(s for s, ranks in enumerate(self.replicas) if rank in ranks)
         needed = []
         for index, edge in enumerate(self.plan.edges):

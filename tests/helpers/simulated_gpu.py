@@ -264,7 +264,8 @@ class SimulatedGpu(TorchDispatchMode):
         return self
 
     def _follow_threads(self, enter: Callable[[Any], Any]) -> None:
-        """What a thread knows goes with what it is given to do, and back to who waits for that."""
+        """Knowledge of a thread, which goes with what it is given to do, and back to who waits for
+        that."""
         made, run, wait = Deferred.__init__, Deferred.run, Deferred.wait
 
         def init(one: Any, *given: Any) -> None:

@@ -63,7 +63,7 @@ def dump(
 
 
 def _stages(ranks: int, source: Source) -> Any:
-    """What its constructors read of the stages of rank 0."""
+    """Stages as its constructors read them, of rank 0."""
     count = ranks * source.per_rank
     stages = [
         SimpleNamespace(

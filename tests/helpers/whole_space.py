@@ -94,7 +94,7 @@ class WholeSpace:
         return found
 
     def ledgers(self, candidate: Candidate) -> Sequence[MemoryLedger]:
-        """What the ranks of the candidate's plan hold."""
+        """Ledgers of the ranks of the candidate's plan."""
         told = self.plan(candidate).forecast
         assert told is not None
         return told.ledgers
@@ -159,7 +159,7 @@ def random_space(seed: int) -> WholeSpace:
 
 
 def _near(r: random.Random, held: list[int]) -> int:
-    """What some plan holds, a little less or a little more."""
+    """Limits near what some plan holds, a little less or a little more."""
     return max(1, r.choice(held) + r.choice((0, 0, -1, 4, -4, 64)))
 
 
@@ -172,7 +172,7 @@ def explored(
 
 
 def verdict(case: WholeSpace) -> str:
-    """What the search says of a case; fails where that is not true."""
+    """Verdict of the search on a case; fails where it is not true."""
     exists = case.best()
     try:
         plan = explored(case, time_limit=300.0)  # to the end, on a busy machine too

@@ -1,4 +1,5 @@
-"""What tests of verbs plan and train: small, so that a verb takes little more than its own time."""
+"""Workload that tests of verbs plan and train: small, so that a verb takes little more than its own
+time."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_two_ranks_train_as_plain_pytorch(tmp_path: Path) -> None:
 
 @given(st.data())
 def test_backward_is_the_transpose_of_forward(data: Any) -> None:
-    """What all parts put in and get out is one linear map: <out, A in> = <A^T out, in>.
+    """All that parts put in and get out is one linear map: <out, A in> = <A^T out, in>.
 
     Gradients have their own layouts: one of a whole value counts once, and one that is summed as
     often as there are parts.

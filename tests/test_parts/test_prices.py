@@ -74,7 +74,7 @@ def test_a_note_tells_the_share_of_the_time() -> None:
 def test_conversions_run_where_memory_is_rehearsed(
     split: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot run there is guessed to keep its result."""
+    """A conversion that cannot run there is guessed to keep its result."""
     graph = divided(split)
 
     def imitated(_: Stage, op: Op, env: object) -> None:

@@ -130,7 +130,8 @@ class Encoder(nn.Module):
 def test_torchs_attention_with_all_of_its_samples_or_where_they_lie(
     dropout: float, first: bool
 ) -> None:
-    """With dropout it is whole, and gives what lies otherwise: masks are drawn as that lies."""
+    """Attention with dropout is whole, and gives what lies otherwise: masks are drawn as that
+    lies."""
     torch.manual_seed(0)
     model = Encoder(16, 4, 32, dropout=dropout, batch_first=first).double()
     x, y = (torch.randn(4, 5, 16, dtype=torch.float64) for _ in range(2))

@@ -353,7 +353,7 @@ def test_the_graph_is_an_ordinary_one() -> None:
 
 
 def test_values_have_the_shapes_that_they_are_said_to_have() -> None:
-    """On meta tensors, by one part alone: conversions let shapes through."""
+    """Shapes are those on meta tensors, by one part alone: conversions let shapes through."""
     from pdcompile.ir.execution import Lookup, execute
     from pdcompile.parts.conversions import Alone, using
     from pdcompile.passes.codegen import stage_classes

@@ -1,4 +1,4 @@
-"""What the reference refuses, and what it says."""
+"""Refusals of the reference, and what it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What auto chooses among all schedules, against every cut under every one of them."""
+"""Choices of auto among all schedules, against every cut under every one of them."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_auto_takes_the_best_schedule(
 def test_a_plan_that_is_not_the_fastest_says_so(
     monkeypatch: pytest.MonkeyPatch, least: str, schedule: str, what: str
 ) -> None:
-    """What splitting a backward may cost is in no forecast, nor what old weights do: such a
+    """No forecast has what splitting a backward may cost, nor what old weights do: such a
     schedule has to save more than that, and is named where it does not."""
     monkeypatch.setattr(registry, least, 0.9)
     graph, cluster = at(chain(5)), cluster_of(2)
@@ -217,7 +217,8 @@ def least_in_turn(
     "block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 10))]
 )
 def test_no_cut_of_ranks_with_several_stages_is_below_their_bound(block: int) -> None:
-    """With branches beside the chain, unlike devices, reductions, and forwards that run twice."""
+    """Cases have branches beside the chain, unlike devices, reductions, and forwards that run
+    twice."""
     ratios = []
     for seed in range(100 * block, 100 * block + 100):
         r = random.Random(seed)
@@ -310,7 +311,7 @@ def test_the_space_of_auto_follows_from_the_registry() -> None:
 
 
 def test_numbered_stages_leave_one_a_rank() -> None:
-    """Of twice as many stages the one of that number is another."""
+    """The stage of a number is another one where there are twice as many stages."""
     graph, cluster = at(chain(7)), cluster_of(2)
     wishes: tuple[Constraint, ...] = (Pin("linear_3", 0),)
 

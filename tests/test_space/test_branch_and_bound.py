@@ -139,7 +139,7 @@ def test_the_first_plan_suits_the_links(rate: float, replicas: list[int]) -> Non
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_the_cut_alone_is_the_same_search(schedule: str) -> None:
-    """Where only the cut is open, stage s is on rank s and the answer that of the whole search."""
+    """A search for the cut alone has stage s on rank s, and the answer of the whole search."""
     graph, cluster = residual(3), cluster_of(*(Device(),) * 3, rate=1e2)
     cut = SearchSpace(schedules=(schedule,), microbatches=(4,), stages=3, in_order=True)
     alone = explored(graph, cluster, cut)

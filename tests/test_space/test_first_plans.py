@@ -29,7 +29,7 @@ LINE = re.compile(
 
 
 class Told(Listener):
-    """What a search says of its plans."""
+    """Messages of a search on its plans."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -74,7 +74,7 @@ def test_the_time_limit_is_kept(limit: float, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_likely_to_be_fastest_is_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing that was not cut is estimated to be faster than the best that was found."""
+    """Nothing that was not cut is estimated to be faster than the best that was found."""
     estimate, likely, judge = FirstPlans._estimate, Branch.likely, FirstPlans._judge
     estimates, order, least = dict[int, float](), list[float](), list[float]()
 

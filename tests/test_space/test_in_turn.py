@@ -77,7 +77,7 @@ def test_what_cannot_be_cut_says_so() -> None:
 
 @pytest.mark.parametrize("again", [(False,), (False, True)])
 def test_remedies_name_only_what_was_not_given(again: tuple[bool, ...]) -> None:
-    """Of weights alone no rank has enough for these, and together they have."""
+    """No rank has enough of the weights alone for these, and together they have."""
     held = sum(one.bytes for one in chain(8).tensors.values())
     cluster = cluster_of(*(Device("cpu", int(2.05 * held)),) * 2)
     space = replace(in_turn("interleaved", 4, 2), recompute=again)

@@ -168,7 +168,7 @@ def test_round_trips_that_turn_anywhere(extra: int, busy: int, expected: float) 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(2, 6), st.integers(0, 1))
 def test_the_period_is_what_a_stream_takes(data: st.DataObject, n: int, extra: int) -> None:
-    """Where no rank's transfers to both neighbours together bind: the simulator has a link for
+    """No rank's transfers to both neighbours together bind here: the simulator has a link for
     each."""
     number = st.integers(1, 8)
     seconds = [(data.draw(number) / 4, data.draw(number) / 4) for _ in range(n)]

@@ -135,7 +135,7 @@ def test_so_many_stages_as_are_asked_for_all_hold_something(stages: int) -> None
 
 
 def test_memory_makes_stages_recompute_and_tells_the_bound() -> None:
-    """What would be fastest does not fit: one rank a stage, and all forwards run twice."""
+    """The fastest plan does not fit: one rank a stage, and all forwards run twice."""
     problem = chain_problem([1.0] * 8, 1, num_microbatches=8)
     items = tuple(replace(one, saved_bytes=10) for one in problem.items)
     prepared = PreparedProblem(replace(problem, items=items, objective="flush"), 1)

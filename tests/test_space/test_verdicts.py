@@ -1,4 +1,4 @@
-"""What a search claims of the whole space is true: optimal, infeasible, not found, its bound.
+"""Claims of a search on the whole space are true: optimal, infeasible, not found, its bound.
 
 Limits are what ranks of random plans hold, so that one plan just fits and the next does not.
 """
@@ -52,7 +52,7 @@ def test_what_was_put_off_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_stage_recomputes_where_only_its_ledger_asks_for_it() -> None:
-    """By the formula it fits without: what is in flight is too much."""
+    """It fits without, by the formula: what is in flight is too much."""
     space = SearchSpace("1", (False, True), ("gpipe",), (4,), stages=2)
     free = WholeSpace(at(chain(4)), three(Device(), Device()), space)
     plan = explored(free)
@@ -69,7 +69,7 @@ def test_a_stage_recomputes_where_only_its_ledger_asks_for_it() -> None:
 
 
 def test_what_is_not_exhausted_is_not_called_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the formula the best plans fit; the search ends before it has seen one that does."""
+    """The best plans fit by the formula; the search ends before it has seen one that does."""
     devices = (Device("cpu", 391), Device("cpu", 29_968), Device("cpu", 3_987, 2.0))
     case = WholeSpace(at(chain(2)), three(*devices), BY_STAGE)
     for share in ("SEARCHING", "SETTLING"):
@@ -95,7 +95,7 @@ def test_a_depth_that_changes_nothing_takes_nothing_away() -> None:
 
 @pytest.mark.slow
 def test_the_least_memory_is_of_the_largest_device() -> None:
-    """What the small devices lack says nothing of plans on the large ones."""
+    """A lack of the small devices says nothing of plans on the large ones."""
     sizes = (60, 300, 500)
     case = WholeSpace(at(chain(4)), three(*(Device("cpu", size) for size in sizes)), BY_STAGE)
     with pytest.raises(InfeasibleError, match="the largest device has 500 B") as caught:

@@ -1,4 +1,4 @@
-"""What a search claims of the whole space is true, in random cases that can be counted out.
+"""Claims of a search on the whole space are true, in random cases that can be counted out.
 
 Replicas, recomputation, held values, sends, slots, unlike devices and links: no verdict, bound,
 objective or ledger may be wrong.  Where the cases start from graphs, limits are what ranks of
@@ -47,7 +47,7 @@ def agree(seed: int, *, simulated: bool, harsh: bool = False) -> bool:
 
 
 def claimed(seed: int) -> str:
-    """What was said of one random case; fails where that is not true.
+    """Claim on one random case; fails where it is not true.
 
     In turn from graphs, and from problems: by the closed form, simulated, and on odd machines.
     """
@@ -76,7 +76,8 @@ def test_what_is_in_flight_makes_a_stage_recompute() -> None:
 
 
 def test_recomputing_may_save_time() -> None:
-    """What comes later to a link that several wait for may let something more urgent go first."""
+    """A message that comes later to a link that several wait for may let something more urgent go
+    first."""
     problem, cluster, space, setting = random_case(100_098)
     setting = replace(setting, schedule="2bw", num_microbatches=9)  # which has replicas
     r = random.Random(100_098)

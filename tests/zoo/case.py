@@ -1,4 +1,4 @@
-"""What an entry of the zoo is: a real architecture, small, random, and one call of it."""
+"""Entry of the zoo: a real architecture, small, random, and one call of it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def missing(self) -> str:
-        """Why it cannot be built here; empty when it can."""
+        """Reason why it cannot be built here; empty when it can."""
         if self.library != "torch" and importlib.util.find_spec(self.library) is None:
             return f"{self.library} is not installed (make venv installs it)"
         if self.library == "timm":

@@ -90,7 +90,7 @@ class Report:
 
     @property
     def captured(self) -> bool:
-        """By the rule that little may be opaque."""
+        """Capture under the rule that little may be opaque."""
         return (
             self.train_ops > 0
             and self.opaque_flops <= MAX_OPAQUE_FLOPS

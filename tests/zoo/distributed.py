@@ -44,7 +44,7 @@ def train(runner: Any, case: Case) -> dict[str, torch.Tensor | None]:
 
 
 def differing(name: str) -> tuple[int, list[str]]:
-    """How many tensors this rank compared, and which differ."""
+    """Number of tensors that this rank compared, and those which differ."""
     case = build(ENTRIES[name], DROPOUT)
     options: dict[str, Any] = {
         "loss_fn": case.loss_fn,

@@ -64,7 +64,7 @@ def checked(
 
 
 def judged(entry: Entry, *, cpu_seconds: int = CPU_SECONDS) -> dict[str, tuple[str, str]]:
-    """What other front ends make of this entry: name to (result, reason)."""
+    """Judgements of other front ends on this entry: name to (result, reason)."""
     from tests.zoo.peers import FRONTS, judge
 
     found = {}
@@ -121,7 +121,7 @@ def _run_and_exit(
 
 
 def _read(descriptor: int, child: int, seconds: float) -> tuple[list[Any], bool]:
-    """What was sent until the end, and whether the child had to be killed."""
+    """Text that was sent until the end, and whether the child had to be killed."""
     text, late, deadline = b"", False, time.monotonic() + seconds
     with os.fdopen(descriptor, "rb", buffering=0) as stream:
         while True:

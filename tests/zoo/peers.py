@@ -122,7 +122,7 @@ def _loss(output: Any) -> Tensor:
 
 
 def _plain(name: str) -> str:
-    """Without what torch's pipelining puts in front."""
+    """Name without what torch's pipelining puts in front."""
     return re.sub(r"^split_gm\.(submod_\d+\.)?", "", name)
 
 

@@ -1,4 +1,4 @@
-"""How much of a model is opaque: FLOPs counted by torch on the model itself, parameters."""
+"""Share of a model that is opaque: FLOPs counted by torch on the model itself, parameters."""
 
 from __future__ import annotations
 

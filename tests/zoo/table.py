@@ -12,7 +12,7 @@ Peers = Mapping[str, Mapping[str, tuple[str, str]]]
 
 
 def summary(reports: Sequence[Report], peers: Peers) -> str:
-    """How many pass, by result, and how other front ends do on the same models."""
+    """Summary: how many pass, by result, and how other front ends do on the same models."""
     passed = sum(report.passed for report in reports)
     results = [_result(report) for report in reports]
     counts = {name: results.count(name) for name in (RESULTS[0], TOO_OPAQUE, *RESULTS[1:])}

@@ -42,7 +42,7 @@ def classified(step: int) -> dict[str, Any]:
 
 
 def questions(step: int) -> dict[str, Any]:
-    """Where the answer starts and ends."""
+    """Questions: where the answer starts and ends."""
     tokens = ids(step)
     return {
         "input_ids": tokens,

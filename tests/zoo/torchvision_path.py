@@ -17,12 +17,12 @@ DEFAULT = Path(sys.prefix) / "torchvision-apart"
 
 
 def folder() -> Path:
-    """Where torchvision was installed apart (`make venv` does so)."""
+    """Folder in which torchvision was installed apart (`make venv` does so)."""
     return Path(os.environ.get(VARIABLE) or DEFAULT)
 
 
 def reason() -> str:
-    """Why timm cannot be imported here; empty when it can."""
+    """Reason why timm cannot be imported here; empty when it can."""
     if importlib.util.find_spec("torchvision") is not None or folder().is_dir():
         return ""
     return f"there is no torchvision in {folder()} (make venv puts it there, or set {VARIABLE})"

@@ -1,4 +1,4 @@
-"""What training leaves behind: followed on eager and on stages, compared to the last bit."""
+"""Traces of a training: followed on eager and on stages, compared to the last bit."""
 
 from __future__ import annotations
 

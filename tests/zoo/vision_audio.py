@@ -61,7 +61,7 @@ def spectra(step: int) -> dict[str, Any]:
 
 
 def detected(output: Any, target: tuple[Tensor, Tensor]) -> Tensor:
-    """What a set loss is after matching: classes and boxes, query by query."""
+    """Loss after matching, as a set loss is: classes and boxes, query by query."""
     labels, boxes = target
     classed = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
     return classed + 5 * F.l1_loss(output.pred_boxes, boxes)

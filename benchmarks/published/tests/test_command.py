@@ -273,7 +273,7 @@ def test_files_that_are_none_end_with_two(
 def test_published_optimum_and_no_torch(
     kind: str, file: str, options: tuple[str, ...], objective: float
 ) -> None:
-    """In a process of its own: the whole command imports no torch."""
+    """The whole command imports no torch: run in a process of its own."""
     name, _, rest = file.partition("/")
     arguments = ["plan", "--import", kind, str(folder(name) / rest), *options, "--json"]
     program = (

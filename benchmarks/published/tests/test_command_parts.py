@@ -1,4 +1,4 @@
-"""How the options of an imported problem are read, and how its answer is shown."""
+"""Options of an imported problem as they are read, and its answer as it is shown."""
 
 from __future__ import annotations
 

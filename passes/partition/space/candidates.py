@@ -15,7 +15,7 @@ from pdcompile.schedule.registry import GRADIENT_SLOTS, kind_of, name_of
 
 
 def evaluation(problem: PartitionProblem, cluster: Cluster, candidate: Candidate) -> Evaluation:
-    """Without a flush seconds are per microbatch, and a lower bound where stages have replicas."""
+    """Evaluation; without a flush in seconds per microbatch, a lower bound with replicas."""
     devices, setting = cluster.devices, candidate.setting
     limits = [
         min((x for rank in ranks if (x := devices[rank].memory_bytes) is not None), default=None)

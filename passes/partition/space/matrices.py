@@ -29,7 +29,7 @@ Bool = NDArray[np.bool_]
 def least_depth(
     setting: Setting, replicas: int, after: int, ranks: int, straight: bool, guess: int | None
 ) -> int:
-    """At most what `schedules.warmup` gives a stage with `after` ranks behind it.
+    """Least depth: at most what `schedules.warmup` gives a stage with `after` ranks behind it.
 
     w_s·r_s ≥ (w_{s+1} + a)·r_{s+1} ≥ … ≥ a·Σ_{i>s} r_i, with a = 1 + extra.  Where a stream has
     too few microbatches for these depths they are scaled down together, by how much is decided
@@ -50,8 +50,8 @@ def least_depth(
 
 
 def most_depth(setting: Setting, replicas: int, after: int, straight: bool) -> int:
-    """At least what `schedules.warmup` gives: each ⌈…⌉ on the way adds less than 1·r_i, and so do
-    both counts of two stages whose replicas go on together."""
+    """Most depth: at least what `schedules.warmup` gives: each ⌈…⌉ on the way adds less than 1·r_i,
+    and so do both counts of two stages whose replicas go on together."""
     kind = kind_of(setting.schedule)
     apart = 1 + setting.extra_warmup * (not kind.alone)
     cap = kind.most_warmup(setting.num_microbatches, replicas)

@@ -1,4 +1,4 @@
-"""Why there is no plan: limits in conflict, by how much memory is short, and what is enough.
+"""Reasons for no plan: limits in conflict, by how much memory is short, and what is enough.
 
 Of a problem a set of limits is asked about as a whole: can they hold together?  Precedence along
 the flow of data and a parameter's price on every holder are no limits: they are what the model is.
@@ -172,7 +172,7 @@ def _left_out(limits: Sequence[Limit], core: Collection[Limit], holds: Holds) ->
 
 
 def _simple_reason(problem: PartitionProblem) -> InfeasibleError | None:
-    """Why no assignment fits, where that shows without a search."""
+    """Reason why no assignment fits, where that shows without a search."""
     model = build(problem)
     n, count = model.num_groups, model.num_stages
     if n < count:

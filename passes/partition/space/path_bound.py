@@ -125,7 +125,7 @@ class Path:
 
 
 def _told_apart(model: Model, path: Sequence[int], most: int) -> tuple[int, ...]:
-    """At most so many groups of the path, with as much work between them as can be had."""
+    """Groups of the path, at most so many, with as much work between them as can be had."""
     if len(path) <= most:
         return tuple(path)
     work = np.array([model.forward[v] + model.backward[v] for v in path]).cumsum()

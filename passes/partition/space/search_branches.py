@@ -52,7 +52,7 @@ class Branch(Part):
 
     @property
     def left_out(self) -> str:
-        """Why its candidates are not all there are; empty where they are."""
+        """Reason why its candidates are not all there are; empty where they are."""
         if self.space.placement:
             return SOME
         complete = self.prepared.complete

@@ -88,7 +88,7 @@ def test_the_engine_agrees_with_trying_every_chain() -> None:
 
 
 def test_relaxed_below_exact_below_achievable() -> None:
-    """At every threshold a relaxed stage has at least the flights of the exact one, and so on."""
+    """Every threshold gives a relaxed stage at least the flights of the exact one, and so on."""
     compared = 0
     for seed in range(60):
         problem = random_menu(seed, nodes=5)
