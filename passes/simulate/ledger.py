@@ -140,6 +140,7 @@ class _StageLedger:
     sending: int = 0  # bytes that only a send still needs
     inputs: Counter[int] = field(default_factory=Counter)  # microbatches to come, by minibatch
     outputs: Counter[int] = field(default_factory=Counter)  # microbatches made, by minibatch
+    rest: _Parts = ()  # while it does nothing
 
     def __post_init__(self) -> None:
         stage, training = self.plan.stages[self.index], self.plan.training
@@ -255,6 +256,7 @@ class _StageLedger:
         else:  # it is an activation here, and no copy is made: as if it were out when it is freed
             self._value(Phase.SEND, one.edge, at)
             receiver.borrowed.setdefault(at, []).append((self, one.edge))
+        receiver.rest = receiver._parts()
 
     def _value(self, phase: Phase, edge: int, at: _Microbatch) -> None:
         """A value comes into a slot, or leaves from where the forward has made it."""
@@ -280,6 +282,7 @@ class _StageLedger:
         self.received -= sum(self.plan.edges[edge].bytes for edge in self.slots.pop(at, ()))
         for owner, edge in self.borrowed.pop(at, ()):
             owner._value(Phase.WAIT_SEND, edge, at)
+            owner.rest = owner._parts()
         self._leave(at, sum(self.plan.edges[edge].bytes for edge in self.outgoing))
 
     def _leave(self, at: _Microbatch, most: int) -> None:
@@ -316,30 +319,29 @@ class _StageLedger:
         update = self.spec.closing(self.index, at[0])
         self.copied[update] -= min(self.copied[update], self.plan.tied[edge].bytes)
 
-    def _note(
-        self, *, workspace: int = 0, to_come: int = 0, temporaries: int = 0, running: bool = False,
-        backward: bool = False,
-    ) -> None:  # fmt: skip
+    def _note(self, **during: int) -> None:
         """Note what is held now, by all stages of the rank."""
-        parts = self._parts(workspace, to_come, temporaries, running=running, backward=backward)
+        parts = self._parts(**during)
+        if not during:
+            self.rest = parts
         if len(self.held) > 1:
-            others = [one._parts() for one in self.held.values() if one is not self]
+            others = [one.rest for one in self.held.values() if one is not self]
             parts = tuple(map(sum, zip(parts, *others, strict=True)))
         self.notes.append(parts)
 
     def _parts(
-        self, workspace: int = 0, to_come: int = 0, temporaries: int = 0, *, running: bool = False,
-        backward: bool = False,
+        self, workspace: int = 0, to_come: int = 0, temporaries: int = 0, running: int = False,
+        backward: int = False,
     ) -> _Parts:  # fmt: skip
         """The lines of a ledger, of this stage alone; `running`: it has a graph of autograd."""
-        sets = int(running) if self.stage.recompute else self.in_flight - self.split
-        gradients = len(self.buffers) * self.owned + self.copied.total() - to_come
+        sets = running if self.stage.recompute else self.in_flight - self.split
+        gradients = len(self.buffers) * self.owned + sum(self.copied.values()) - to_come
         if self.brought:  # they go to the host as soon as they are whole
             gradients = (backward and self.stage.trainable_bytes) - to_come
         between = self.split * (self.stage.split_bytes or self.stage.saved_bytes)
         kept = sets * self.stage.saved_bytes + between - len(self.out) * self.stage.loose_bytes
         # What is in flight has its outputs among its activations; a second run makes its own.
-        apart = self.outputs.total() - (0 if self.stage.recompute else sets)
+        apart = sum(self.outputs.values()) - (0 if self.stage.recompute else sets)
         made = max(0, apart) * self.stage.output_bytes
         return (
             self.weights + running * self.brought, gradients, self.state, kept, self.received,
