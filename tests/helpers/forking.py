@@ -6,6 +6,7 @@ process that started it.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -21,7 +22,6 @@ from typing import TextIO
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 180  # generous: the machine may be busy
 _PLACE = "PDCOMPILE_TESTS_FORKING"  # its socket, in a folder of this user alone
-_started: list[subprocess.Popen[bytes]] = []  # referred to, so that their pipes stay open
 
 
 def start() -> None:
@@ -32,11 +32,10 @@ def start() -> None:
         listening.listen()
         handle = listening.fileno()
         command = [sys.executable, "-m", "tests.helpers.forks", str(handle)]
-        _started.append(
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=[handle], cwd=ROOT, env=environment()
-            )
+        server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[handle], cwd=ROOT, env=environment()
         )
+    atexit.register(server.communicate)  # which closes its standard input, and so ends it
     os.environ[_PLACE] = place
 
 
@@ -63,9 +62,9 @@ def forks(asked: list[dict[str, object]]) -> list[int]:
 def _asking() -> TextIO:
     if _PLACE not in os.environ:
         start()
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(os.environ[_PLACE])
-    return connection.makefile("rw")
+    with socket.socket(socket.AF_UNIX) as connection:  # open until its file is closed
+        connection.connect(os.environ[_PLACE])
+        return connection.makefile("rw")
 
 
 def _kill(ranks: list[int]) -> None:
