@@ -79,10 +79,10 @@ def names_on(plan: Plan, stage: int) -> set[str]:
 
 def test_a_cut_between_blocks_wins_where_it_costs_little() -> None:
     graph, cluster = uneven(), links(2)
-    fastest = planned(graph, cluster)
+    fastest = planned(graph, cluster, time_limit=200)
     assert "attn_up_2" in names_on(fastest, 0)
     assert "attn_down_2" in names_on(fastest, 1)
-    plan = planned(graph, cluster, tolerance=0.03)
+    plan = planned(graph, cluster, tolerance=0.03, time_limit=200)
     assert "mlp_add_1" in names_on(plan, 0)
     assert "attn_up_2" in names_on(plan, 1)
     old, new = fastest.certificate, plan.certificate

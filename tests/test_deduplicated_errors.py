@@ -14,6 +14,8 @@ FAIL = """
     import os, sys
     from pdcompile.cli.output import fail
     from pdcompile.errors import ConfigError, RankError
+    from pdcompile.runtime.failure import deduplicated_errors
+    deduplicated_errors.SETTLE_SECONDS = 100.0  # it ends with the last rank's error
     {more}
     rank = int(os.environ["RANK"])
     errors = [{errors}]
@@ -56,11 +58,12 @@ def test_that_another_rank_failed_is_said_where_that_one_says_nothing(tmp_path: 
 def test_what_torchrun_ends_meanwhile_is_shown_before(tmp_path: Path) -> None:
     """Rank 1 gets SIGTERM while it waits whether rank 0 says what came first."""
     script = """
-        import os, signal, threading
+        import os, signal, time
         from pdcompile.cli.output import fail
         from pdcompile.errors import RankError
         if os.environ["RANK"] == "1":
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            wait = time.sleep
+            time.sleep = lambda seconds: (os.kill(os.getpid(), signal.SIGTERM), wait(seconds))
             fail(RankError("another rank failed first: killed"))
             print("goes on")
     """

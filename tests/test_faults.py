@@ -227,6 +227,7 @@ LONG_SAVE = """
 import os, sys, time
 from pathlib import Path
 import torch
+from pdcompile.runtime.failure.watchdog import Watchdog
 from pdcompile.runtime.state import save_checkpoint
 from tests.helpers import models
 from tests.helpers.pipelines import by_hand
@@ -234,10 +235,17 @@ from tests.helpers.pipelines import by_hand
 inputs, target = models.batch_for("mlp", 8)
 pipe = by_hand(models.mlp(), 2, inputs, target, loss_fn=models.loss_for("mlp"), microbatches=4,
                schedule="1f1b", optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
-               progress_timeout=1.0).prepare()
+               progress_timeout=100.0).prepare()
+monotonic, passed = time.monotonic, [0.0]
+time.monotonic = lambda: monotonic() + passed[0]
+beat, beats = Watchdog._beat, []
+Watchdog._beat = lambda *given: beats.append(beat(*given))
 write = save_checkpoint.write_stages
 def slow(*given):
-    time.sleep(3.0)
+    passed[0] += 300.0
+    seen = len(beats)
+    while len(beats) < seen + 4:  # all ranks have told each other how long they have been in there
+        time.sleep(0.1)
     return write(*given)
 save_checkpoint.write_stages = slow  # on all ranks: none of them begins an instruction meanwhile
 pipe.step(inputs, target=target)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +18,10 @@ from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import Trials
 from pdcompile.plan import Plan
 from pdcompile.problem.space import Candidate, SearchSpace
+from tests.helpers.clocks import TICK, ticking
 from tests.helpers.graphs import chain
 from tests.test_space.test_branch_and_bound import explored, step_seconds
 
-TICK = 0.001  # seconds from one look at the clock to the next
 LINE = re.compile(
     r"plan after (\S+) s: (\S+) (ns|us|ms|s) a step, gap (\S+) %: (\w+), .*microbatches, .* rank"
 )
@@ -48,18 +47,6 @@ def searched(limit: float, told: Told, memory: int | None = None, layers: int = 
     again = (False, True) if memory else (False,)
     space = SearchSpace("any", again, ("gpipe", "1f1b"), (4, 8), (0, 1))
     return explored(chain(layers), cluster, space, time_limit=limit, listener=told)
-
-
-def ticking(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """A clock that goes on only when somebody looks at it."""
-    now = [0.0]
-
-    def monotonic() -> float:
-        now[0] += TICK
-        return now[0]
-
-    monkeypatch.setattr(time, "monotonic", monotonic)
-    return lambda: now[0]
 
 
 @pytest.mark.sample(1)
