@@ -5,7 +5,8 @@ Processes that tests start inherit it.  A test of the cache itself names a folde
 Where slow tests are left out (`-m "not slow"`), properties are tried on fewer examples, of a test
 marked ``sample(n)`` run n cases, and the fixture `fast` says so to tests that go through cases of
 their own.
-No example of a property has a deadline: other programs may have the cores.
+No example of a property has a deadline, nor is one made too slowly: other programs may have the
+cores.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else every process that tests start, workers among them, would compile anew what it imports.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
-hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.register_profile(
+    "no deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("no deadline")
 
 FEW_EXAMPLES = 6
@@ -45,12 +48,13 @@ _SETTINGS = "_hypothesis_internal_use_settings"  # where @settings leaves what i
 def one_capture_a_model() -> Iterator[None]:
     """`pdcompile.compile` captures a model that is like a known one once for all tests, files of
     installed packages, which a capture beside a plan has digests of, are read once, and options of
-    all verbs are declared once."""
+    all verbs are declared once.  No compilation says that it takes long: a busy machine's do."""
     with pytest.MonkeyPatch.context() as patch:
         if "torch" in sys.modules:  # which not all tests need
             from tests.helpers.captures import capture_once, digest_once
 
             patch.setattr("pdcompile.driver.capture", capture_once)
+            patch.setattr("pdcompile.report.progress.FIRST", 3600.0)
             patch.setattr("pdcompile.passes.stages.capture_file._digest", digest_once)
         if "typer" in sys.modules:
             from typer.main import get_command

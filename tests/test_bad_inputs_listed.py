@@ -41,10 +41,7 @@ from tests.helpers.bad_inputs import (
     with_options,
 )
 
-pytestmark = [
-    pytest.mark.timeout(30),
-    pytest.mark.filterwarnings("ignore:.*(nested|quantized|target size)"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*(nested|quantized|target size)")
 
 
 @pytest.fixture(scope="module")

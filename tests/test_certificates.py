@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Device, Level
@@ -166,7 +166,7 @@ def accepted(data: Any, graph: OpGraph, cluster: Cluster) -> Plan | None:
     return plan
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(st.integers(0, len(SETTINGS) - 1), st.randoms(use_true_random=False), st.integers(1, 2))
 def test_every_change_is_refused_or_leaves_the_claims_true(number: int, r: Any, times: int) -> None:
     """One or two changes anywhere in the file, most of them outside the sealed problem."""

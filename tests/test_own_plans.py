@@ -24,6 +24,7 @@ from pdcompile.passes.trace import capture
 from pdcompile.plan import Plan
 from pdcompile.planner import Planner
 from pdcompile.schedule.registry import KINDS
+from tests.helpers.clocks import ticking
 
 FIRST, CASES, BLOCK = 390, 1_000, 5  # one of the first six blocks has a case once refused
 SAMPLES = 8
@@ -143,5 +144,6 @@ def planned(seed: int) -> Plan | None:
 def test_what_was_planned_passes_its_check(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner checks its plan: a PlanError here is what a user would get at every start."""
     monkeypatch.setattr(memory_limits, "advised", lambda error, *_: error)  # nobody reads it
+    ticking(monkeypatch)
     made = [planned(seed) for seed in range(begin, begin + BLOCK)]
     assert sum(one is not None for one in made) > BLOCK // 2

@@ -22,6 +22,7 @@ from pdcompile.passes.partition.chains import solve, straight_chains
 from pdcompile.passes.partition.model import all_ideals, build, positions
 from pdcompile.passes.partition.search import Search
 from pdcompile.passes.partition.segments import Segments
+from tests.helpers.clocks import ticking
 from tests.helpers.problems import chain_problem, evaluate, gpt_problem, random_problem
 
 ROOT = Path(__file__).parent.parent
@@ -138,6 +139,7 @@ def test_large_problems_end_in_time(
     objective: str, time_limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing long begins after the end: no matrices of 1,500 ideals, no integer program."""
+    ticking(monkeypatch)
     problem = gpt_problem(400, 32, objective)
     built: list[int] = []
 

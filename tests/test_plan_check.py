@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcompile.cluster import Cluster, Device, Level
@@ -51,7 +51,7 @@ def test_planner_and_check_agree(schedule: str, num_stages: int, make: Any) -> N
     check_derived(plan, graph, cluster)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     random_graphs(),
     st.integers(1, 3),

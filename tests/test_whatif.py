@@ -17,6 +17,7 @@ from pdcompile.plan import Plan
 from pdcompile.plan.diff import diff
 from pdcompile.problem.scenario import Scenario, changed_cluster
 from tests.helpers.alike import WORKLOAD, Call
+from tests.helpers.clocks import ticking
 from tests.helpers.graphs import chain
 from tests.helpers.planned import planned
 
@@ -87,12 +88,20 @@ def test_devices_that_are_none(text: str) -> None:
         changed_cluster(HOSTS, Scenario(devices=text))
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that are compared were sought for as long."""
+    ticking(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a plan of two devices, with the capture beside it."""
     folder = tmp_path_factory.mktemp("planned")
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", WORKLOAD, "--cluster", "1x2", *COSTS, "-o", str(folder / "plan.json")])
+    with pytest.MonkeyPatch.context() as patch:
+        ticking(patch)
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", WORKLOAD, "--cluster", "1x2", *COSTS, "-o", str(folder / "plan.json")])
     assert not stop.value.code
     return folder
 

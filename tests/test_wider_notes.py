@@ -13,11 +13,18 @@ from pdcompile import driver
 from pdcompile.batch import example_call
 from pdcompile.options import Options
 from pdcompile.plan import Plan
+from tests.helpers.clocks import ticking
 
 IDS = torch.zeros(64, 16, dtype=torch.long)
 NOTE = re.compile(
     r"with (.*) left open a step takes (\S+ \w+) or less, instead of (\S+ \w+): .*; .* \((--.*)\)"
 )
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The glance at what nobody asked about is as long on every machine."""
+    ticking(monkeypatch)
 
 
 def planned(**options: Any) -> Plan:

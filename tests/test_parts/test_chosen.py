@@ -22,7 +22,7 @@ def test_the_choice_is_the_best_of_all_that_can_be_counted(block: int) -> None:
 
 @pytest.mark.slow
 def test_parts_stay_inside_hosts() -> None:
-    best = planned(two_hosts(), 256, parts="any", replicas="any", time_limit=60.0).plan
+    best = planned(two_hosts(), 256, parts="any", replicas="any", time_limit=300.0).plan
     assert (best.training.parts, best.certificate.status) == (2, "optimal")
     assert "'inside'" in str(best.notes)
 
@@ -48,7 +48,7 @@ def test_a_limit_on_memory_turns_sequence_into_width() -> None:
     for memory in ("", 'memory = "285 MB"'):
         given = {"loss_fn": loss_fn, "costs": "estimated", "cluster": two_hosts(memory=memory),
                  "verify": "off", "parts": "any", "replicas": "any", "progress": False,
-                 "stages": 1}  # fmt: skip
+                 "stages": 1, "time_limit": 300.0}  # fmt: skip
         plan = build(model, example_call(model, ids, ids), Options.given(given)).plan
         splits.append(plan.training.split)
         assert plan.certificate.status == "optimal"
