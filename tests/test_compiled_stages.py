@@ -80,7 +80,7 @@ def trained(compiler: Any, *, opaque: bool = False, steps: int = 4, **options: A
     with pdcompile.compile(
         model, BATCHES[0], cluster=pdcompile.Cluster.local(2), microbatches=4, costs="estimated",
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        verify="off", stage_compiler=compiler, **options,
+        verify="off", time_limit=0, stage_compiler=compiler, **options,
     ) as pipe:  # fmt: skip
         losses = [torch.tensor(float(pipe.step(batch).loss)) for batch in BATCHES[:steps]]
         losses.append(torch.tensor(float(pipe.eval_step(BATCHES[0]).loss)))

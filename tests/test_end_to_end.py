@@ -82,7 +82,7 @@ def compare_training(
         "microbatches": microbatches,
         "max_grad_norm": clip,
     }
-    given = {"costs": "estimated", "stages": stages, "verify": verify}
+    given = {"costs": "estimated", "stages": stages, "verify": verify, "time_limit": 0}
     with pdcompile.compile(model, **given, **common) as pipe:
         ours = train(pipe, batches, schedule_lr=schedule_lr, flush_at=flush_at)
         state = pipe.full_state_dict()

@@ -29,7 +29,8 @@ SIZES = (4, 4, 3, 4, 4, 2, 4, 4, 4)
 def options_of(model: nn.Module, schedule: str, **given: Any) -> dict[str, Any]:
     return {
         "loss_fn": models.loss_for(model), "optimizer": ADAMW, "schedule": schedule,
-        "microbatches": 1, "costs": "estimated", "verify": "off", "progress": False, **given,
+        "microbatches": 1, "costs": "estimated", "verify": "off", "progress": False,
+        "time_limit": 0, **given,
     }  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def prepared(model: nn.Module, depths: Sequence[int], **options: Any) -> Any:
     x, y = models.batch_for(model, SIZES[0])
     if depths:
         plan = prepared(copy.deepcopy(model), (), **options).plan
-        options["plan"] = with_warmup(plan, depths)
+        options |= {"plan": with_warmup(plan, depths), "time_limit": None}
     return pdcompile.compile(model, **options).prepare(x, target=y)
 
 

@@ -252,7 +252,7 @@ def test_layouts_stay_inside_the_innermost_links() -> None:
 @pytest.mark.slow  # test_chosen counts out smaller problems
 def test_the_choice_is_the_fastest_of_all_that_can_be_named() -> None:
     cluster = two_hosts()
-    chosen = planned(cluster, parts="any", replicas="any", time_limit=20.0).plan
+    chosen = planned(cluster, parts="any", replicas="any", time_limit=300.0).plan
     tried = {}
     for one in layouts(
         Options.given({"parts": "any", "cluster": cluster, "replicas": "any"}), None
@@ -340,7 +340,7 @@ def test_to_share_samples_is_not_for_nothing() -> None:
 def test_parts_inside_of_hosts_and_by_memory() -> None:
     """Parts of fast links, which across hosts would take half as long again; along the sequence
     until memory is short, where weights are divided."""
-    given = {"stages": 2, "microbatches": 16, "autocast": torch.bfloat16, "time_limit": 20.0}
+    given = {"stages": 2, "microbatches": 16, "autocast": torch.bfloat16, "time_limit": 300.0}
     near = planned(two_hosts(), width=1536, parts="any", **given).plan
     assert (near.training.parts, near.training.split) == (2, "width+sequence")
     assert [near.processes_of(rank) for rank in range(2)] == [(0, 1), (2, 3)]
@@ -360,7 +360,8 @@ def test_parts_inside_of_hosts_and_by_memory() -> None:
 
 @pytest.mark.slow
 def test_on_four_ranks_it_trains_as_plain_pytorch(tmp_path: Path) -> None:
-    settings = [{"parts": "any", "replicas": "any"}, {"parts": "any", "stages": 2}]
+    searched = {"parts": "any", "time_limit": None}
+    settings = [{**searched, "replicas": "any"}, {**searched, "stages": 2}]
     agree(processes(COMMON + RANKS, 4, tmp_path, json.dumps(settings)), len(settings))
 
 

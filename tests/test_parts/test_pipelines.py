@@ -20,7 +20,8 @@ from pdcompile.problem.constraints import Constraint, CutBefore, Pin
 from tests.helpers.divided import OPTIMIZERS, model_of
 from tests.helpers.launch import Run, processes, torchrun
 
-#: what scripts on ranks begin with: what training comes to is compared, so nothing is verified
+#: what scripts on ranks begin with: what training comes to is compared, so nothing is verified,
+#: and any plan will do
 COMMON = """
     import copy, json, os, sys
     from functools import partial
@@ -30,7 +31,8 @@ COMMON = """
     from tests.helpers.divided import batch_of, model_of, plain_training
 
     compiled = partial(
-        pdcompile.compile, loss_fn=loss_fn, costs="estimated", microbatches=4, verify="off"
+        pdcompile.compile, loss_fn=loss_fn, costs="estimated", microbatches=4, verify="off",
+        time_limit=0,
     )
     inputs, target = batch_of("gpt")
 """
