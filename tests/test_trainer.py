@@ -56,7 +56,7 @@ def trained(cls, folder, resume=None, **more):
     history = [{k: e[k] for k in NUMBERS if k in e} for e in made.state.log_history]
     return made, [each for each in history if each]
 
-PIPELINE = {"microbatches": 4, "costs": "estimated", "verify": "off"}
+PIPELINE = {"microbatches": 4, "costs": "estimated", "verify": "off", "time_limit": 0}
 """
 
 
