@@ -18,7 +18,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -137,12 +140,26 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         start()  # one for all workers
 
 
+def _import_in_turn(config: pytest.Config) -> None:
+    """Import all modules of tests, each worker from another one on: what has no bytecode yet, as on
+    a clean checkout, is compiled by one of them, and has it when the others come to it."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args != config.getini("testpaths"):
+        return
+    files = [file for path in config.args for file in sorted(Path(path).rglob("test_*.py"))]
+    first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for file in files[first:] + files[:first]:
+        with suppress(Exception, pytest.skip.Exception):  # pytest will say it
+            import_module(".".join(file.with_suffix("").parts))
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """No garbage is looked for while modules are imported, which stay to the end; and later ten
     times less often, as stages and graphs are many small objects that stay for a test."""
     gc.disable()
     try:
+        _import_in_turn(session.config)
         found = yield
         if "PYTEST_XDIST_WORKER" in os.environ:  # which compiles sooner or later
             from pdcompile.releases.torch_internals import import_compiler
