@@ -217,9 +217,10 @@ def test_plans_with_room_to_spare_are_made_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_better_plans_are_told_with_their_gaps() -> None:
+def test_better_plans_are_told_with_their_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
-    plan = searched(60.0, told)
+    ticking(monkeypatch)
+    plan = searched(10.0, told)
     found = [LINE.match(line) for line in told.lines]
     assert all(found), told.lines
     seconds = [float(one[2]) for one in found if one]
