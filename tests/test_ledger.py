@@ -111,6 +111,21 @@ def test_a_replica_without_microbatches_has_sums_but_no_gradients_of_copies(name
     assert {one.ledger.gradients_bytes for one in curve} == {0, 90}
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "2bw"])
+def test_no_replica_holds_more_than_its_ledger_says(name: str) -> None:
+    """Those of a flush go on alike; in a stream they come to their updates at unlike microbatches,
+    so that of two the second may hold more."""
+    sizes = {"parameter_bytes": 100, "trainable_bytes": 100, "step_bytes": 50, "saved_bytes": 30}
+    tied = (TiedParameter("w", (0, 1), 60),)
+    plan = make_plan(name, 2, 4, edges=chain(2, 10), tied=tied, replicas=(2, 2), **sizes)
+    found = simulate(plan)
+    curves = held_over_time(plan, found.programs, found.passed_seconds)
+    most = [max(one.ledger.total_bytes for one in curve) for curve in curves]
+    said = [one.total_bytes for one in found.forecast.ledgers]
+    assert all(held <= own for held, own in zip(most, said, strict=True))
+    assert (said[2:] == [680, 720]) == (name == "2bw")
+
+
 def test_new_weights_of_a_tied_parameter_have_memory_until_they_are_used() -> None:
     tied = (TiedParameter("w", (0, 1), 60),)
     plan = make_plan(

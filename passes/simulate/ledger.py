@@ -45,7 +45,7 @@ def ledgers(plan: Plan, programs: Sequence[Schedule]) -> tuple[MemoryLedger, ...
     spec = plan.spec
     found, count, kind = [MemoryLedger()] * spec.num_ranks, len(spec.ranks[0]), spec.kind
     alike = all(len(own) == count for own in spec.ranks) and spec.num_microbatches % count == 0
-    alike &= not (kind.updates_each or kind.dispatched or any(spec.patterns))
+    alike &= not (kind.stream or kind.dispatched or any(spec.patterns))
     alike &= not any(stage.home_bytes for stage in plan.stages)
     for rank, stages in spec.holders:
         if alike and rank != (first := spec.ranks[stages[0]][0]):
