@@ -363,6 +363,7 @@ def test_known_paths_tell_only_what_the_clock_says() -> None:
         again = [r.random() < 0.5 for _ in stages]
         names = "1f1b", "gpipe", "zb-h1", "interleaved"  # each has paths of its own
         deployments = [replace(spread(problem, name, r), recompute=again) for name in names]
+        deployments += [replace(one, clips=True, homes=r.random() < 0.5) for one in deployments]
         limit = math.inf
         for _ in range(30):
             on = r.choice(deployments)
@@ -383,7 +384,8 @@ def test_known_paths_tell_only_what_the_clock_says() -> None:
 
 
 def test_weights_that_follow_clipped_updates_at_homes_wait_for_two_halves() -> None:
-    """A path with all of one reduction would tell too much of other cuts."""
+    """A path with all of one reduction, as where all replicas update, would tell too much of other
+    cuts."""
     messages = [Message("forward", a, a + 1, 0) for a in (0, 1)]
     messages += [Message("backward", a, a - 1, 0) for a in (1, 2)]
     messages += [Message("final", 2, 0, 5), Message("final", 0, 2, 5)]
@@ -395,6 +397,13 @@ def test_weights_that_follow_clipped_updates_at_homes_wait_for_two_halves() -> N
     assert ((0, 2), "final", 1) in path.hops
     for one in (times, other):
         assert 0 < along(path, one) <= one.makespan((1, 1, 0), 2)
+    assert along(path, times) == times.makespan((1, 1, 0), 2)
+    assert sorted(path.sums) == [(0, 0.5), (1, 0.5)]
+    on = replace(Deployment.straight(random_problem(0)), clips=True)
+    known = KnownPaths()
+    known.of(on).append(replace(times, homes=False).critical_path((1, 1, 0), 2))
+    assert known.of(on)
+    assert not known.of(replace(on, homes=True))
 
 
 def test_a_neighbourhood_tells_what_the_clock_says_after_each_move() -> None:
@@ -426,7 +435,7 @@ def test_a_neighbourhood_tells_what_the_clock_says_after_each_move() -> None:
         for move, plan, path in zip(every, plans, paths[len(elsewhere) :], strict=True):
             least, exact = near.least(*move), along(path, plan.times)
             assert least <= plan.seconds * (1 + 1e-9) + 1e-12, (seed, move)
-            reduced = plan.times.reduction(path.reduced) if path.reduced is not None else 0.0
+            reduced = sum(share * plan.times.reduction(s) for s, share in path.sums)
             summed += reduced > 0
             ties = reduced and any(one.trainable for one in problem.shared)  # they may stay
             if not ties and all(hop in known[kind] for hop, kind, _ in path.hops):

@@ -24,7 +24,7 @@ class KnownPaths:
 
     def of(self, on: Deployment) -> list[Path]:
         """Those of a deployment."""
-        order = on.schedule, on.num_microbatches, tuple(on.ranks), tuple(on.in_flight)
+        order = on.schedule, on.num_microbatches, tuple(on.ranks), tuple(on.in_flight), on.homes
         return self._paths.setdefault(order, [])
 
     def seconds(self, plan: Evaluation, below: float) -> float:
@@ -36,17 +36,16 @@ class KnownPaths:
             if (least := along(path, plan.times)) >= below:
                 paths.insert(0, paths.pop(n))
                 return least
-        path = plan.times.critical_path(plan.warmup, plan.m)
-        paths[:] = [path, *paths[: MOST - 1]]
-        least = along(path, plan.times)
+        paths[:] = [plan.times.critical_path(plan.warmup, plan.m), *paths[: MOST - 1]]
+        least = along(paths[0], plan.times)
         return least if least >= below else plan.seconds
 
 
 def along(path: Path, times: PipelineTimes) -> float:
     """Seconds of a chain of work; −∞ where one of its hops is missing."""
     hops = [(count, times.hops[kind].get(hop)) for hop, kind, count in path.hops]
-    hops += [(1, times.reduction(path.reduced))] if path.reduced is not None else []
     parts: list[tuple[float, float | None]] = [*zip(path.forward, times.forward, strict=True)]
     parts += [*zip(path.backward, times.backward, strict=True), *hops]
+    parts += [(share, times.reduction(s)) for s, share in path.sums]
     known = [count * seconds for count, seconds in parts if seconds is not None]
     return math.fsum(known) if len(known) == len(parts) else -math.inf

@@ -126,8 +126,9 @@ class Neighbourhood:
         for n, path in enumerate(paths):
             ahead, back = np.array(path.forward), np.array(path.backward)
             self.counts[n, :2] = (ahead + again * back, back) / np.array(self.on.speeds)
-            if (s := path.reduced) is not None:
-                self.counts[n, 2, s] = (times.reduction(s, UNIT) - times.reduction(s, 0)) / UNIT
+            for s, share in path.sums:
+                more = times.reduction(s, UNIT) - times.reduction(s, 0)
+                self.counts[n, 2, s] += share * more / UNIT
             for hop, kind, count in path.hops:
                 if (known := self.column.get((hop, kind))) is not None:
                     self.taken[n, known] = count

@@ -48,28 +48,28 @@ class Path:
     """A chain of work in which each waits for the one before: how often each of it occurs.
 
     Without traffic on one of its hops the chain falls apart and says nothing.  Either part of a
-    split backward is half a backward (of a stage that does not recompute).  `reduced`: the stage
-    whose gradients' reduction ends it, if it has one.
+    split backward is half a backward (of a stage that does not recompute).  `sums`: stages whose
+    gradients are reduced at its end, and how much of each reduction it takes.
     """
 
     forward: tuple[int, ...]  # per stage
     backward: tuple[float, ...]
     hops: tuple[tuple[StagePair, Direction, int], ...]
-    reduced: int | None = None
+    sums: tuple[tuple[int, float], ...] = ()
 
 
 class End(NamedTuple):
-    """Time at which something is over, and why: an event, hops after it, a reduction of a stage."""
+    """Time at which something is over, and why: an event, hops and parts of reductions after it."""
 
     seconds: float
     event: Event = None
     hops: tuple[StagePair, ...] = ()
-    stage: int | None = None
+    sums: tuple[tuple[int, float], ...] = ()
 
-    def after(self, seconds: float, *hops: StagePair, stage: int | None = None) -> End:
+    def after(self, seconds: float, *hops: StagePair, sums: tuple[int, float] = (0, 0.0)) -> End:
         """The end of what takes so many seconds from then on."""
-        stage = self.stage if stage is None else stage
-        return End(self.seconds + seconds, self.event, (*self.hops, *hops), stage)
+        both = (*self.sums, sums) if sums[1] else self.sums
+        return End(self.seconds + seconds, self.event, (*self.hops, *hops), both)
 
 
 _seconds = itemgetter(0)
@@ -206,13 +206,13 @@ class EventWalk:
     def end(
         self,
         updates: Sequence[float],
-        back: Sequence[float],
+        later: float,
         norms: float | None,
         finals: Sequence[tuple[StagePair, object, float]],
     ) -> End:
         """End of what comes last: a stage's step, or the arrival of a copy of a tied parameter.
 
-        `updates`: seconds from a stage's sums to its step, those of `back` after the norms.
+        `updates`: seconds from a stage's sums to its new weights, `later` of them after its step.
         `finals`: stages, link, seconds of each message, with sums of tied gradients or new weights.
         """
         free: dict[object, End] = defaultdict(lambda: End(0.0))
@@ -221,20 +221,20 @@ class EventWalk:
             if hop[0] > hop[1]:
                 free[link] = max(free[link], summed[hop[0]], key=_seconds).after(seconds, hop)
                 summed[hop[1]] = max(summed[hop[1]], free[link], key=_seconds)
-        step = [one.after(updates[s], stage=s) for s, one in enumerate(summed)]
+        first = 1 - later
+        step = [one.after(updates[s] * first, sums=(s, first)) for s, one in enumerate(summed)]
         for own in self.held.values():  # one after the other
             last = End(0.0)
             for s in own:
                 done = End(self.done[s], self.because[s])
                 last = step[s] = max(last, step[s], done, key=_seconds)
         if norms is not None:
-            known = max((one.after(-b) for one, b in zip(step, back, strict=True)), key=_seconds)
-            step = [known.after(norms).after(one) for one in back]
+            step = [max(step, key=_seconds).after(norms)] * len(step)
+        step = [one.after(updates[s] * later, sums=(s, later)) for s, one in enumerate(step)]
         for hop, link, seconds in finals:
             if hop[0] < hop[1]:
                 sent = max(free[link], step[hop[0]], step[hop[1]], key=_seconds)
-                stage = None if any(back) else sent.stage  # no path has halves of two reductions
-                free[link] = End(sent.seconds + seconds, sent.event, (*sent.hops, hop), stage)
+                free[link] = sent.after(seconds, hop)
         return max((*step, *free.values()), key=_seconds)
 
     def shares(self, a: int, b: int) -> bool:
@@ -259,7 +259,7 @@ class EventWalk:
                 hops[wire.hop, wire.kind] += 1
                 event = wire.cause(i)
         found = tuple((hop, kind, times) for (hop, kind), times in sorted(hops.items()))
-        return Path(tuple(forward), tuple(backward), found, end.stage)
+        return Path(tuple(forward), tuple(backward), found, end.sums)
 
     def _rank(self, rank: int, stages: Sequence[int]) -> Iterator[Wire]:
         """Wires that a rank waits for."""

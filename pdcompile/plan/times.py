@@ -233,8 +233,8 @@ class PipelineTimes:
         ]
         norms = message_seconds(self._among(), 0.0) if self.clips else None
         reductions = [self.reduction(s) for s in range(len(self.ranks))]
-        back = [one / 2 if self.homes and not self.once else 0.0 for one in reductions]
-        return walk.end(updates or reductions, back, norms, finals)
+        later = 0.5 if self.homes and not self.once else 0.0
+        return walk.end(updates or reductions, later, norms, finals)
 
     def _walk(
         self, warmup: Sequence[int], num_microbatches: int, *, fixed: bool = False

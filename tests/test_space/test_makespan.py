@@ -76,6 +76,20 @@ def test_weights_from_homes_come_after_the_norms() -> None:
     assert found == pytest.approx(simulate(plan).forecast.step_seconds)
 
 
+@pytest.mark.parametrize(("clip", "sizes"), [(None, (6, 8)), (1.0, (8, 2))])
+def test_weights_come_from_homes_after_all_steps_of_a_rank(
+    clip: float | None, sizes: tuple[int, int]
+) -> None:
+    """Its stages step one after the other, each once its sums are there; then all weights come."""
+    plan = make_plan("interleaved", 2, 2, per_rank=2, replicas=(2, 2), clip=clip, homes=True)
+    stages = (
+        replace(one, parameter_bytes=size, trainable_bytes=size)
+        for one, size in zip(plan.stages, sizes, strict=True)
+    )
+    plan, cluster = on_cluster(replace(plan, stages=tuple(stages)), Level("host", 2, 1.0, 1 / 8))
+    assert clocked(plan, cluster) == pytest.approx(simulate(plan).forecast.step_seconds)
+
+
 def clocked(plan: Plan, cluster: Cluster) -> float:
     gradients = [edge.value for edge in plan.edges if edge.gradient]
     return times_of(plan, cluster, gradients).makespan(
