@@ -16,14 +16,18 @@ import pdcompile
 from examples.gpt import GPT, loss_fn
 from pdcompile.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from pdcompile.passes.check import check_programs
+from pdcompile.passes.partition.alternatives import seconds_of
+from pdcompile.passes.planning.graph_free import plan_of
 from pdcompile.passes.planning.plan_check import check_plan
 from pdcompile.passes.schedules.alone import chain
 from pdcompile.passes.simulate import simulate
-from pdcompile.plan import Plan
+from pdcompile.plan import Plan, Training
+from pdcompile.plan.evaluate import Deployment, Evaluation
 from pdcompile.problem import StageLimits
 from pdcompile.problem.deployment import balanced_homes
 from pdcompile.schedule import Action
 from tests.helpers.launch import processes
+from tests.helpers.problems import chain_problem
 from tests.helpers.schedules import make_plan, mutated
 from tests.test_check import programs_of
 from tests.test_parts.test_pipelines import COMMON, RANKS, agree, checkpoints_fit
@@ -117,6 +121,23 @@ def test_a_stream_hides_both_halves_behind_a_minibatch() -> None:
     plan = make_plan("2bw", 2, 16, replicas=(2, 2), homes=True, edges=(), trainable_bytes=16)
     forecast = simulate(plan, links=lambda *_: link).forecast
     assert forecast.step_seconds == 16 / 2 * 3  # compute alone: an all-reduce takes 16 s
+
+
+def test_the_seconds_of_a_stream_are_those_of_its_updates() -> None:
+    """Weights from homes come in the midst of a minibatch, which a step of its own may wait for."""
+    problem = chain_problem([3.0, 3.0], 2, num_microbatches=4)
+    problem = replace(
+        problem, items=tuple(replace(one, trainable_bytes=16) for one in problem.items)
+    )
+    on = replace(
+        Deployment.straight(problem), ranks=[(0, 1), (2, 3)], schedule="2bw", in_flight=(2, 1),
+        flush=False, num_microbatches=4, link=lambda *_: StageLimits(bytes_per_second=4.0),
+    )  # fmt: skip
+    for homes in (False, True):
+        found = Evaluation(problem, (0, 1), replace(on, homes=homes))
+        training = Training("2bw", 4, 4, (1, 0), updates="home" if homes else "every")
+        forecast = simulate(plan_of(found, training), links=on.link).forecast
+        assert seconds_of(found) == max(found.seconds, forecast.step_seconds / 4)
 
 
 def test_weights_come_from_homes_in_time() -> None:

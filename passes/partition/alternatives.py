@@ -114,7 +114,10 @@ def seconds_of(plan: Evaluation) -> float:
         return plan.seconds
     depths = tuple(count - 1 for count in on.in_flight)
     norm = 1.0 if on.clips else None
-    training = Training(on.schedule, plan.m, plan.m, depths, max_grad_norm=norm)
+    training = Training(
+        on.schedule, plan.m, plan.m, depths, max_grad_norm=norm,
+        updates="home" if on.homes else "every",
+    )  # fmt: skip
     simulated = simulate(plan_of(plan, training), links=cache(on.link), timeline=False)
     return max(plan.seconds, simulated.forecast.step_seconds / plan.m)
 

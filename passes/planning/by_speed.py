@@ -62,12 +62,8 @@ def with_turns(plan: Plan, least_seconds: float) -> Plan:
     best = in_turns = plan.certificate.objective_seconds
     found = plan
     for depths in dict.fromkeys(_depths(plan, turns)):
-        other = replace(
-            plan,
-            stages=stages,
-            training=replace(plan.training, warmup=depths),
-            forecast=None,
-        )
+        training = replace(plan.training, warmup=depths)
+        other = replace(plan, stages=stages, training=training, forecast=None)
         seconds = seconds_of(placed(other))
         if seconds < best:
             forecast = simulate(other, timeline=False).forecast
