@@ -83,6 +83,24 @@ def test_a_half_duplex_level_is_shared_by_its_own_pairs_alone(schedule: str) -> 
     assert objective == pytest.approx(simulate(plan).forecast.step_seconds, rel=1e-6)
 
 
+@pytest.mark.parametrize("levels", [
+    (Level("host", 2, 1e3, 0.5), Level("network", 2, 1e3)),
+    (Level("host", 2, 10.0), Level("network", 2, 1e3)),
+])  # fmt: skip
+def test_a_level_inside_of_hosts_may_be_slower_than_the_network(levels: tuple[Level, ...]) -> None:
+    """A search for a cut takes tied weights over it too, and its plan is accepted."""
+    graph, cluster = residual(4), Cluster((Device(),) * 4, levels)
+    plan = planned(graph, cluster)
+    assert plan.tied[0].stages == (0, 3)
+    check_plan(plan, graph, cluster)
+    objective = plan.certificate.objective_seconds
+    assert simulate(plan).forecast.step_seconds < objective
+    more = {"objective_seconds": 1.1 * objective, "status": "feasible"}
+    certificate = replace(plan.certificate, **more)
+    with pytest.raises(PlanError, match="the stages take"):
+        check_plan(replace(plan, certificate=certificate), graph, cluster)
+
+
 def tampered(path: str, value: Any) -> Plan:
     """The plan of `residual()` on 3 stages with one field replaced."""
     plan: Any = planned(residual(), Cluster.parse("3"))

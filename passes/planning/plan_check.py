@@ -9,12 +9,12 @@ of the plan's file (see `pdcompile.plan.seal`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
-from pdcompile.cluster import Cluster
+from pdcompile.cluster import Cluster, slowest
 from pdcompile.eager.summation import disordered
 from pdcompile.errors import PlanError, some
 from pdcompile.ir.graph import OpGraph
@@ -22,10 +22,11 @@ from pdcompile.passes.coarsen.spans import Groups, join_spans
 from pdcompile.passes.stages.assemble import plan_of_cut
 from pdcompile.plan import Plan
 from pdcompile.plan.diff import CLOSE, differences, named, other_prints
-from pdcompile.plan.embedded import Finding, assignment
+from pdcompile.plan.embedded import Finding, assignment, plain
 from pdcompile.plan.evaluate import Evaluation
-from pdcompile.plan.times import times_of
+from pdcompile.plan.times import PipelineTimes, times_of
 from pdcompile.plan.validate import validate
+from pdcompile.problem.deployment import stage_limits
 
 AGAIN = "make the plan again for this model and cluster"
 PRINTS = {  # parts of a fingerprint
@@ -163,14 +164,19 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
     # The planner counts a gradient for every value that has one; some never return over an edge.
     wide = [edge.value for edge in plan.edges if graph.values[edge.value].needs_gradient]
     narrow = [edge.value for edge in plan.edges if edge.gradient]
-    found = [_seconds_of(plan, cluster, narrow)]
-    found.append(found[0] if narrow == wide else _seconds_of(plan, cluster, wide))
-    low, high = found[0] * (1 - CLOSE), found[1] * (1 + CLOSE)
+    levels = tuple(replace(level, full_duplex=True) for level in cluster.levels)
+    free = replace(cluster, levels=levels) if flush else cluster  # at least, where they share links
+    every = [times_of(plan, free, one) for one in [narrow, wide][narrow == wide :]]
+    if plain(plan) and len(levels) > 1:  # a search for a cut knows links between neighbours alone
+        near = stage_limits(free, range(len(plan.stages)))
+        every.append(replace(every[-1], link=lambda a, b: slowest(near[min(a, b) : max(a, b)])))
+    found = [_seconds_of(plan, times) for times in every]
+    low, high = found[0] * (1 - CLOSE), max(found) * (1 + CLOSE)
     # Of these only the simulator knows how long they take, and a bound of any order is left.
     replicated = any(stage.replicas > 1 for stage in plan.stages)
     if replicated if not flush else not all(one.full_duplex for one in cluster.levels):
         m = plan.training.num_microbatches
-        high = max(high, times_of(plan, cluster, wide).serial(m) * (m if flush else 1))
+        high = max(high, times_of(plan, free, wide).serial(m) * (m if flush else 1))
     own = f"write {found[0]!r}, status 'feasible' and bound_seconds 0.0: nobody has searched"
     shared = plan.num_ranks < sum(map(len, plan.ranks))
     if not low <= claimed <= high:
@@ -178,7 +184,7 @@ def _objective(plan: Plan, graph: OpGraph, cluster: Cluster) -> Iterator[Finding
         yield "certificate.objective_seconds", message, own if shared else f"{AGAIN}, or {own}"
 
 
-def _seconds_of(plan: Plan, cluster: Cluster, returning: Sequence[str]) -> float:
+def _seconds_of(plan: Plan, times: PipelineTimes) -> float:
     """Seconds of a minibatch with a flush; without, those per microbatch, at least."""
     kind, m = plan.training.kind, plan.training.num_microbatches
     depths = plan.training.warmup or range(len(plan.stages) - 1, -1, -1)
@@ -186,10 +192,6 @@ def _seconds_of(plan: Plan, cluster: Cluster, returning: Sequence[str]) -> float
     in_flight = list(map(kind.in_flight, depths, shares))
     if plan.patterned:  # depths of which no replica has as many microbatches count too
         in_flight = [depth + 1 for depth in depths]
-    if kind.drains:  # at least, where directions share a link
-        free = tuple(replace(level, full_duplex=True) for level in cluster.levels)
-        cluster = replace(cluster, levels=free)
-    times = times_of(plan, cluster, returning)
     if all(stage.replicas == 1 for stage in plan.stages):
         times = replace(times, clips=False)  # the planner leaves out what all straight plans take
     if not kind.drains:

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pdcompile.errors import ClusterError, PlanError, ScheduleError
 from pdcompile.ir.graph import DTYPE_BYTES
 from pdcompile.plan.embedded import Finding, unusable_numbers
-from pdcompile.schedule.registry import (
-    KINDS,
-    allowed,
-    kind_of,
-    one_age_streams,
-    several_a_rank,
-)
+from pdcompile.schedule.registry import KINDS, allowed, kind_of, one_age_streams, several_a_rank
 from pdcompile.schedule_limits import JOINT, elsewhere, unfit
 
 if TYPE_CHECKING:
