@@ -366,6 +366,25 @@ def test_results_are_refused_before_the_work(
     assert not Path("one").exists()
 
 
+def test_places_of_results_are_tried_without_a_trace(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words that name no file are none; folders are made with the result, and links are kept."""
+    monkeypatch.chdir(tmp_path)
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "beyond" / "plan.json")
+    for words in (
+        ("--cluster", "1x2", "-o", "1x2"),
+        ("--microbatches", "4", "-o", "4"),
+        ("-o", "new/folder/plan.json"),
+        ("-o", "link.json"),
+    ):
+        code, _, err = call("plan", "nothing.py:build", *words)
+        assert (code, "nothing.py" in err, "take the place" in err) == (2, True, False), err
+    assert [*tmp_path.iterdir()] == [link]
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize("option", ["--html", "--trace"])
 def test_simulate_leaves_its_plan_as_it_is(plan_file: Path, call: Call, option: str) -> None:
     before = plan_file.read_bytes()

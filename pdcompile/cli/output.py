@@ -120,17 +120,22 @@ def check_places(given: Mapping[str, Any]) -> None:
     """
     for name in [one for one in RESULTS if given.get(one) not in (None, Path())]:
         path, own = given[name] / RESULTS[name], (name, *SAME) if name == "output" else (name,)
-        words = [str(one) for other, one in given.items() if other not in own]
+        place = path.resolve()
+        there = next(one for one in (place, *place.parents) if one.exists())
+        others = [other for other in given if other in RESULTS or there == place]
+        words = [str(given[o]) for o in others if o not in own and isinstance(given[o], str | Path)]
         words += [word.rpartition(":")[0] for word in words]
-        if path.resolve() in [Path(word).resolve() for word in words]:
+        if place in [Path(word).resolve() for word in words]:
             raise ConfigError(_TAKEN, where=str(path), remedy=_ELSEWHERE)
-        if (new := not path.exists()) or not path.is_fifo():  # whose reader would see the end
-            write_text(path, "", "a")
-        if new:
-            path.unlink(missing_ok=True)
+        tried = place if there == place else there / ".tried"
+        with errors_as(ConfigError, "cannot write the file", path, _ELSEWHERE):
+            if not tried.is_fifo():  # whose reader would see the end
+                tried.open("a").close()
+        if tried != place:
+            tried.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, mode: str = "w") -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a result, parents included.
 
     Raises:
@@ -138,7 +143,7 @@ def write_text(path: Path, text: str, mode: str = "w") -> None:
     """
     with errors_as(ConfigError, "cannot write the file", path, _ELSEWHERE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open(mode, encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8") as file:
             file.write(text)
 
 

@@ -74,9 +74,8 @@ def schedule(
     if output is not None:
         check_suffix(output, "written to")
     counts = {"--stages": stages, "--ranks": ranks, "--microbatches": microbatches}
-    written = (
-        _by_name(source, counts) if ":" not in source and find(source) else _of_file(source, counts)
-    )
+    known = ":" not in source and find(source)
+    written = (_by_name if known else _of_file)(source, counts)
     plan = chain(str(written), len(written.placement), written.num_microbatches, len(written.rows))
     size = (
         f"{counted(len(written.placement), 'stage')} on {counted(len(written.rows), 'rank')}, "

@@ -173,11 +173,7 @@ def traffic(plan: Plan, found: Simulation) -> dict[str, Any]:
 
 
 def _link(
-    plan: Plan,
-    ends: tuple[int, int],
-    events: Sequence[TimelineEvent],
-    seconds: float,
-    steps: int,
+    plan: Plan, ends: tuple[int, int], events: Sequence[TimelineEvent], seconds: float, steps: int
 ) -> dict[str, Any]:
     carried: dict[str, int] = defaultdict(int)
     for event in events:
