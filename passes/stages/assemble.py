@@ -78,16 +78,7 @@ def plan_of_cut(
     updated = _updated(trained, ranks, training)
     stages = tuple(
         _at_speed(
-            _stage(
-                given,
-                s,
-                ops[s],
-                own,
-                resident[s],
-                updated[s],
-                training,
-                b if s == last else 0,
-            ),
+            _stage(given, s, ops[s], own, resident[s], updated[s], training, b if s == last else 0),
             min(cluster.devices[rank].speed for rank in own),
             sum_seconds(given, trained[s], cluster.parts),
         )

@@ -48,10 +48,7 @@ class LocalStage:
         self._run = StageRun(interface.index, streams)
         self._flight = Flight()
         self.left: dict[str, Tensor] = {}
-
-    @property
-    def loss(self) -> Tensor | None:
-        return self._flight.loss
+        self.loss: Tensor | None = None
 
     def forward(
         self, values: Mapping[str, Tensor], leaves: Mapping[str, Any], minibatch: int = 0
@@ -63,6 +60,7 @@ class LocalStage:
         ]
         call = Microbatch(minibatch, 0, leaves.__getitem__)
         self._flight, self.left = self._run.forward(self.module, self.wiring, given, call)
+        self.loss = self._flight.loss
 
     def backward(self, sums: dict[int, Tensor]) -> None:
         """Continues from the gradients of later readers, by edge, and leaves its own there."""

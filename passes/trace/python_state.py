@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.modes import in_mode
-from pdcompile.eager.snapshot import Alike, difference, identical, restore, snapshot, tensors_at
+from pdcompile.eager.snapshot import Alike, difference, restore, snapshot, tensors_at
 from pdcompile.errors import TraceError
 from pdcompile.passes.stages.naming import below
 from pdcompile.passes.trace import refusals
@@ -29,7 +29,7 @@ class State:
     def change(
         self,
         assigned: Mapping[tuple[int, str], str],
-        alike: Alike = identical,
+        alike: Alike = lambda one, other: one is other,
         within: Collection[str] | None = None,
     ) -> TraceError | None:
         """The refusal of the first change since the snapshot; None if there is none.

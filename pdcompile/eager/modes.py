@@ -27,19 +27,15 @@ def in_mode(model: nn.Module, training: bool, *, back: bool = True) -> Iterator[
     switched back by ``train`` too, for classes whose own does more than set flags.
     """
     before = modes(model)
-    _switch(model, training)
+    if model.training != training:
+        model.train(training)
     try:
         yield
     finally:
-        if back:
-            _switch(model, before[model])
+        if back and model.training != before[model]:
+            model.train(before[model])
         for module, mode in before.items() if back else ():
             module.training = mode
-
-
-def _switch(model: nn.Module, training: bool) -> None:
-    if model.training != training:
-        model.train(training)
 
 
 def modes_in(model: nn.Module, training: bool) -> Modes:

@@ -55,12 +55,8 @@ def twins(root: nn.Module) -> dict[int, nn.Module]:
         for name, value in vars(module).items():
             if isinstance(value, dict | set) and name.startswith("_"):
                 table[name] = copy.copy(value)  # tensors, hooks
-            elif isinstance(value, MethodType) and id(value.__self__) in copies:
-                table[name] = MethodType(value.__func__, copies[id(value.__self__)])
-            elif isinstance(value, functools.partial):
-                table[name] = _rebound(value, copies)
-            elif isinstance(value, nn.Module) and id(value) in copies:
-                table[name] = copies[id(value)]
+            else:
+                table[name] = _of_twins(value, copies)
         table["_modules"] = {
             name: None if child is None else copies[id(child)]
             for name, child in module._modules.items()
@@ -86,10 +82,11 @@ def twin_with(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.M
     return copies[id(model)]
 
 
-def _rebound(value: functools.partial[Any], copies: Mapping[int, nn.Module]) -> Any:
-    def swap(part: Any) -> Any:
-        if isinstance(part, MethodType) and id(part.__self__) in copies:
-            return MethodType(part.__func__, copies[id(part.__self__)])
-        return copies.get(id(part), part)
-
-    return functools.partial(swap(value.func), *map(swap, value.args), **value.keywords)
+def _of_twins(value: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """A module, a method of one or a partial with them: that of the twins.  Else the value."""
+    if isinstance(value, MethodType) and id(value.__self__) in copies:
+        return MethodType(value.__func__, copies[id(value.__self__)])
+    if isinstance(value, functools.partial):
+        function, *given = (_of_twins(one, copies) for one in (value.func, *value.args))
+        return functools.partial(function, *given, **value.keywords)
+    return copies.get(id(value), value)

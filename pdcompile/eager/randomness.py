@@ -360,21 +360,11 @@ class DrawScope(torch.overrides.TorchFunctionMode):
                 return plain(module, *args, **kwargs)
             if draws := is_random_module(module):
                 self.draw()
-            with drawing() if draws else nullcontext():
-                return self._run_leaf(module, plain, args, kwargs)
-        finally:
-            self.running.pop()
-
-    def _run_leaf(
-        self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        outer, self._in_leaf = self._in_leaf, True
-        try:
-            current = function_mode()
-            if current is not self:
-                return plain(module, *args, **kwargs)
+            self._in_leaf = True
             # As in plain eager: any function mode turns off attention's fast path.
-            with without_function_mode():
+            eager = without_function_mode() if function_mode() is self else nullcontext()
+            with drawing() if draws else nullcontext(), eager:
                 return plain(module, *args, **kwargs)
         finally:
-            self._in_leaf = outer
+            self._in_leaf = False
+            self.running.pop()

@@ -71,11 +71,6 @@ def is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
-def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors are the same object."""
-    return one is other
-
-
 def snapshot(value: Any, depth: int = 4) -> Any:
     """A value in which containers and numpy arrays are replaced by `Contents`."""
     if type(value) in _ATOMS:

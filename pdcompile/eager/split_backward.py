@@ -49,9 +49,7 @@ class Entrance:
     @staticmethod
     def of(received: Tensor, idle: list[Entrance]) -> Entrance:
         """One for this value, from the idle ones where there are any."""
-        if not idle:
-            return Entrance(received, idle)
-        found = idle.pop()
+        found = idle.pop() if idle else Entrance(received, idle)
         found.leaf.data = received
         found.value = found.leaf.view_as(found.leaf)
         return found

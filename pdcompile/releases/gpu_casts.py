@@ -65,7 +65,7 @@ def gpu_casts_on_cpu() -> Iterator[None]:
         return
     there, here = kernels_of_region(GPU_KIND), kernels_of_region(HOST_KIND)
     other: dict[str, Callable[..., Any] | None] = {name: _kernel(name) for name in there - here}
-    other |= {name: _kernel(name) for name in there & here if _base(name) in WIDEST}
+    other |= {name: _kernel(name) for name in there & here if name.partition(".")[0] in WIDEST}
     other |= dict.fromkeys(here - there, None)
     other |= _layers(HOST_KIND)
     with region_kernels(other), gpu_autocast_on_cpu():
@@ -84,7 +84,7 @@ def layers_of_cudnn() -> Iterator[None]:
     which torch has no shape rule for GRU's.
     """
     cell = "_thnn_fused_gru_cell"
-    rules = {} if has_kernel(cell, "Meta") else {cell: _fused_gru_cell}
+    rules = {} if has_kernel(f"aten::{cell}", "Meta") else {cell: _fused_gru_cell}
     before = torch.backends.cudnn.enabled
     with region_kernels(rules, "Meta"), region_kernels(_layers(GPU_KIND), "AutocastCUDA"):
         torch.backends.cudnn.enabled = False
@@ -114,7 +114,7 @@ def _in_float16(op: OpOverload, kind: str, *args: Any) -> Any:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    op, base = op_of(name), _base(name)
+    op, base = op_of(name), name.partition(".")[0]
     narrow = _WITH_DTYPE.get(name)
 
     def cast(*args: Any, **kwargs: Any) -> Any:
@@ -133,10 +133,6 @@ def _kernel(name: str) -> Callable[..., Any]:
             return op(*args, **kwargs)
 
     return cast
-
-
-def _base(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def _casts(value: Any, kind: str = HOST_KIND) -> bool:

@@ -22,7 +22,7 @@ from pdcompile.releases.torch_internals import (
     NoTorchFunction,
     OpOverload,
     dispatch_keys,
-    is_composite,
+    has_kernel,
 )
 
 MOST = 100_000  # forms
@@ -96,8 +96,9 @@ def _by_form(func: Any) -> bool:
         return schema.name.endswith("_") and not schema.name.startswith("aten::_")
     if all(each.alias_info is None for each in schema.returns):
         return bool(schema.returns)
-    # A composite op may return its argument, a view of it or a copy.
-    return func.is_view and not is_composite(func)
+    # An op made of others for autograd too may return its argument, a view of it or a copy.
+    name = func.name()  # type: ignore[no-untyped-call]
+    return func.is_view and not has_kernel(name, "CompositeImplicitAutograd")
 
 
 def _first(args: Any) -> Any:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -62,6 +62,10 @@ NO_GPU = "Cannot access accelerator device", "hasPrimaryContext expects a valid 
 ASSERT: Callable[..., Any] = torch._assert
 # Those that ask torch for a device where none is given.
 CONSTRUCTORS = frozenset(one.__name__ for one in _device_constructors())
+
+# Whether torch's profiler is on, and a switch of whether this thread tells it what it runs.
+profiler_records: Callable[[], bool] = torch._C._autograd._profiler_enabled
+record_functions: Callable[[bool], None] = torch._C._autograd._enable_record_function
 
 # A kernel of a GPU that waits for so many cycles.
 queue_sleep: Callable[[int], None] = torch.cuda._sleep
@@ -199,7 +203,7 @@ def kernels_of_region(kind: str) -> frozenset[str]:
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[kind]
     every = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
     names = (name for library, _, name in every if library == "aten")
-    return frozenset(name for name in names if has_kernel(name, key))
+    return frozenset(name for name in names if has_kernel(f"aten::{name}", key))
 
 
 def seeded_ops() -> frozenset[str]:
@@ -216,8 +220,8 @@ def seeded_ops() -> frozenset[str]:
 
 
 def has_kernel(name: str, key: str) -> bool:
-    """True if the dispatcher has a kernel of this ATen op for this key."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
+    """True if the dispatcher has a kernel of this op (``aten::exp``) for this key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def op_of(name: str) -> OpOverload:
@@ -254,12 +258,6 @@ def outside_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
-def is_composite(op: OpOverload) -> bool:
-    """True if an op is made of others for autograd too, with no kernel of its own."""
-    name = cast(str, op.name())  # type: ignore[no-untyped-call]
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
-
-
 def region_preserves_rng(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """True if a region's second run draws what the first drew; arguments of CHECKPOINT_REGION."""
     return bool(kwargs["preserve_rng_state"] if "preserve_rng_state" in kwargs else args[1])
@@ -276,16 +274,6 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
-
-
-def profiler_records() -> bool:
-    """True if torch's profiler is on."""
-    return bool(torch._C._autograd._profiler_enabled())
-
-
-def record_functions(on: bool) -> None:
-    """Switches whether this thread tells the profiler what it runs."""
-    torch._C._autograd._enable_record_function(on)
 
 
 def gloo_options() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from pdcompile.eager.snapshot import (
     Contents,
     attribute,
     difference,
-    identical,
     of_class,
     restore,
     roots,
@@ -101,7 +101,7 @@ class AttributeWatch:
                 continue
             if isinstance(was, Contents) and not was.content:
                 continue  # it was empty, and is filled in by calls
-            found = difference(was, now, path, identical)
+            found = difference(was, now, path, is_)
             if found is not None:
                 reader = "loss_fn" if path.startswith("loss_fn.") else "forward"
                 way = "make it a buffer (register_buffer), which may be written in place; or "
@@ -118,7 +118,7 @@ class AttributeWatch:
             now = one.value()
             if now is was or (isinstance(was, Contents) and not was.content):
                 continue
-            found = difference(was, now, one.name, identical)
+            found = difference(was, now, one.name, is_)
             if found is not None:
                 del self._reached[key]  # told once
                 warn(
