@@ -44,6 +44,16 @@ class Mode:
         return found
 
     @cached_property
+    def images(self) -> set[str]:
+        """Results of convolutions, and what is made of them while it has their form and layout."""
+        found, values = set[str](), self.graph.values
+        for op in self.graph.ops:
+            made = "conv" in op.target.rpartition(".")[2].lower() or found.intersection(op.inputs)
+            if made and len(values[op.name].shape) == 4 and not values[op.name].stride_order:
+                found.add(op.name)
+        return found
+
+    @cached_property
     def position(self) -> dict[str, int]:
         return {op.name: i for i, op in enumerate(self.graph.ops)}
 
@@ -71,7 +81,7 @@ def signature(mode: Mode, k: int) -> Signature:
 
     return Signature(
         inputs=tuple(_port(mode, v, inputs[v], mutated(v)) for v in received),
-        outputs=tuple(_port(mode, v, outputs[v], False) for v in results),
+        outputs=tuple(_port(mode, v, outputs[v], False, passed_on=k < mode.last) for v in results),
         loss_inputs=tuple(_port(mode, v, loss_names[v], False) for v in loss_inputs),
         loss=mode.graph.loss if k == mode.last else None,
         draws=draws,
@@ -141,7 +151,7 @@ def _name_outputs(
     return named
 
 
-def _port(mode: Mode, value: str, name: str, mutated: bool) -> Port:
+def _port(mode: Mode, value: str, name: str, mutated: bool, *, passed_on: bool = True) -> Port:
     info = mode.graph.values[value]
     source = mode.inputs.get(value)
     affine = (i for i, size in enumerate(info.shape) if isinstance(size, Affine))
@@ -156,6 +166,7 @@ def _port(mode: Mode, value: str, name: str, mutated: bool) -> Port:
         batch_dim=source.batch_dim if source else next(affine, None),
         mutated=mutated,
         stride_order=info.stride_order,
+        image=passed_on and value in mode.images,
     )
 
 

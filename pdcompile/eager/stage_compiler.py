@@ -7,12 +7,12 @@ eager's; and around opaque modules, dropout and conversions between parts, which
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pdcompile.parts import conversions
 
@@ -48,6 +48,45 @@ def compile_in_place(
     # Other random numbers than eager's would come from inductor's own generator.
     options = {"fallback_random": True} if backend == "inductor" else None
     stage.compile(backend=backend, dynamic=False, options=options)
+
+
+def pass_images(stage: type[nn.Module], came: Sequence[Any], left: Sequence[Any]) -> None:
+    """Makes stages of a class take and give images with channels last, as inductor has them within.
+
+    In between they lie as in eager: what is viewed or drawn there depends on it.  `came`, `left`:
+    places among arguments and results, in evaluation and in training.
+    """
+    inner: Any = stage.forward
+    as_planned: Any = _AsPlanned.apply
+    if inner.__module__ == __name__ or not any((*came, *left)):
+        return
+
+    def forward(self: nn.Module, *given: Any) -> Any:
+        come, leave = came[self.training], left[self.training]
+        made = inner(self, *[as_planned(x) if n in come else x for n, x in enumerate(given)])
+        if not isinstance(made, tuple):  # an edited stage may give anything
+            return made
+        return tuple([_channels_last(x) if n in leave else x for n, x in enumerate(made)])
+
+    # Code of its own: torch limits how often one is compiled.
+    stage.forward = FunctionType(forward.__code__.replace(), globals(), closure=forward.__closure__)
+
+
+class _AsPlanned(torch.autograd.Function):
+    """An image that came, laid out as in eager; its gradient goes back with channels last."""
+
+    @staticmethod
+    def forward(_: Any, value: Tensor) -> Tensor:
+        return value.contiguous()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Any:
+        return _channels_last(gradients[0])
+
+
+def _channels_last(value: Any) -> Any:
+    image = isinstance(value, Tensor) and value.dim() == 4
+    return value.contiguous(memory_format=torch.channels_last) if image else value
 
 
 @functools.cache

@@ -42,6 +42,7 @@ class Port:
     `value` names it in the OpGraph; `name` is the Python parameter or variable in the source.
     `path` is set for a graph input (taken from the call), None for a value from another stage.
     `mutated`: the stage writes into it in place, so the runtime clones it on entry.
+    `image`: between stages, made by convolutions, which inductor lays out with channels last.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Port:
     batch_dim: int | None = None
     mutated: bool = False
     stride_order: tuple[int, ...] = ()
+    image: bool = False
 
 
 Place: TypeAlias = tuple[int | str, ...]  # keys and indices, outermost first

@@ -10,13 +10,14 @@ every draw inside of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import Any
 
 from torch import nn
 
 from pdcompile.eager.randomness import DrawScope, begin_draw, end_draw, reseed, seed_of
-from pdcompile.eager.stage_compiler import Backend, compile_in_place, uncompiled
+from pdcompile.eager.stage_compiler import Backend, compile_in_place, pass_images, uncompiled
 from pdcompile.ir.opaque import announce
 from pdcompile.ir.stage_interface import StageInterface, module_of, submodule_of
 
@@ -35,8 +36,8 @@ class Streams:
         self._calls: dict[str, count[int]] = {}
         self._scopes: dict[nn.Module, DrawScope] = {}
         # One function each: compiled code is shared by modules with the same.
-        self._announced, self._after = self.apart(self._draw), self.apart(_after)
-        self._hooks: dict[Any, Callable[..., Any]] = {}
+        self._announced, self._after = self.apart(self._draw), self.apart(lambda *_: end_draw())
+        self._hook_of = cache(lambda *counted: self.apart(self._hook(*counted)))
 
     def begin(self, minibatch: int, microbatch: int) -> None:
         """A forward begins: what is drawn without being announced gets a fixed start, too."""
@@ -64,19 +65,19 @@ class Streams:
         names = vars(module_of(type(stage)))
         names["draw"] = self._announced
         apart = [submodule_of(stage, path) for path in interface.opaque]
+        modes = interface.eval, interface.train
         for path in {*interface.train.draws, *interface.eval.draws}:
-            train, evaluation = (
-                one.draws.get(path, ()) for one in (interface.train, interface.eval)
-            )
-            counted = path, train, evaluation
-            if counted not in self._hooks:
-                self._hooks[counted] = self.apart(self._hook(*counted))
+            evaluation, train = (one.draws.get(path, ()) for one in modes)
             module = submodule_of(stage, path)
-            module.register_forward_pre_hook(self._hooks[counted])
+            module.register_forward_pre_hook(self._hook_of(path, train, evaluation))
             module.register_forward_hook(self._after)
             if not [*module.parameters()]:  # there is little to compile between the two hooks
                 apart.append(module)
         announce(stage, interface, lambda: self.scope(stage))
+        if self.backend == "inductor":
+            came = [{n for n, port in enumerate(one.inputs) if port.image} for one in modes]
+            left = [{n for n, port in enumerate(one.outputs) if port.image} for one in modes]
+            pass_images(type(stage), came, left)
         if self.backend:
             compile_in_place(stage, names, self.backend, apart)
 
@@ -90,7 +91,3 @@ class Streams:
     def _draw(self, where: nn.Module | str, index: int) -> None:
         path = where if isinstance(where, str) else self._names[where]
         begin_draw(seed_of(self._seed, *self._where, path, index))
-
-
-def _after(*_: Any) -> None:
-    end_draw()

@@ -92,7 +92,7 @@ class Compute:
         self._autocast = compiled.plan.training.autocast
         self._makes = compiled.makes_tensors(stage)  # of nothing
         region = self._region if self._autocast is not None or self._makes else None
-        self._stage_run = StageRun(stage, streams, region)
+        self._stage_run, self._backend = StageRun(stage, streams, region), streams.backend
         self._whole = bool(compiled.interfaces[stage].opaque)  # its backward cannot be split
         self._recomputes = bool(compiled.plan.stages[stage].recompute)
         self._fetched = compiled.stream.spec.fetched  # weights rest on the host
@@ -123,8 +123,8 @@ class Compute:
         """
         if self._whole or self._fetched:
             return
-        module, device = self._weights.module(0, wiring.training), self._device.device
-        given = [_zeros(port, size, device) for port, _ in wiring.inputs]
+        module = self._weights.module(0, wiring.training)
+        given = [self._zeros(port, size) for port, _ in wiring.inputs]
         try:
             with _apart(module):
                 call = Microbatch(0, 0, dict[str, Any]().__getitem__, loss=None)
@@ -135,6 +135,13 @@ class Compute:
             said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             when = "at its first microbatch: on zeros it raises"
             warn(f"stage {self._stage} is compiled {when} {said}")
+
+    def _zeros(self, port: Port, size: int) -> Tensor:
+        """A value like those of a port, laid out as they come."""
+        shape, dtype, _ = expected(port, size)
+        last = port.image and self._backend == "inductor"
+        order = (0, 2, 3, 1) if last else port.stride_order or tuple(range(len(shape)))
+        return torch.empty_permuted(shape, order, dtype=dtype, device=self._device.device).zero_()
 
     def forward(
         self, feed: Feed, microbatch: int, version: int, came: Mapping[int, Tensor]
@@ -244,13 +251,6 @@ def expected(port: Port, size: int, minibatch: int = 0) -> Expected:
     """Tensor that a port carries for a microbatch of `size` samples."""
     shape = tuple([size_at(one, size) for one in port.shape])
     return Expected(shape, getattr(torch, port.dtype), minibatch)
-
-
-def _zeros(port: Port, size: int, device: torch.device) -> Tensor:
-    """A value like those of a port, laid out as they are."""
-    shape, dtype, _ = expected(port, size)
-    order = port.stride_order or range(len(shape))
-    return torch.empty_permuted(shape, [*order], dtype=dtype, device=device).zero_()
 
 
 def _apart(module: nn.Module) -> AbstractContextManager[None]:
