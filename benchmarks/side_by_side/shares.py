@@ -43,12 +43,12 @@ class Meter:
 
 
 def python_seconds(pipe: Pipeline, step: Callable[[], Any]) -> float:
-    """Of one instruction, on average over a step."""
+    """Seconds of one instruction, on average over a step."""
     return mean(each_python_seconds(pipe, step))
 
 
 def each_python_seconds(pipe: Pipeline, step: Callable[[], Any]) -> list[float]:
-    """Of each instruction of a step, in their order."""
+    """Seconds of each instruction of a step, in their order."""
     found: list[float] = []
     whole, model = Meter(), Meter()
     execute = whole.around(Worker.execute)
