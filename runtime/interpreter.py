@@ -152,7 +152,7 @@ class Worker:
         """A program begins, whose minibatch 0 is number `base`."""
         self.base, self._clips_to = base, max_norm
         self.box = {} if box is None else box
-        self.weights_at, self.weights.updating = None, False
+        self.weights.updating = False
         if feed is not None:
             self.feeds[feed.minibatch] = feed
             if feed.wiring is not self.compute.wiring:
@@ -278,10 +278,8 @@ class Worker:
     def _backward(self, ins: Instruction, at: Place, minibatch: int) -> None:
         version = self.weights.version_of(minibatch, ins.lag)
         came = {edge: slot.pop(minibatch) for edge, slot in at.came}
-        split = ins.action is Action.BACKWARD_INPUT
-        sent = self.compute.backward(
-            self.feeds[minibatch], ins.microbatch, version, came, split=split
-        )
+        feed, split = self.feeds[minibatch], ins.action is Action.BACKWARD_INPUT
+        sent = self.compute.backward(feed, ins.microbatch, version, came, split=split)
         for edge, gradient in sent:
             at.left[edge][minibatch] = [gradient]
 
@@ -293,8 +291,8 @@ class Worker:
         assert self.updater is not None
         scale = self.norms.scale
         skipped = scale is not None and scale.skips(minibatch)
-        self.updater.update(self.weights, minibatch, self.stage, skipped=skipped)
-        self.weights_at = None
+        if self.updater.update(self.weights, minibatch, self.stage, skipped=skipped):
+            self.weights_at = None
 
     def _gradients(self, minibatch: int) -> dict[str, Tensor]:
         """Gradients of all stages of the rank, by name."""

@@ -39,10 +39,10 @@ class Updater:
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, reach: int, scale: Scale | None = None,
-        homes: Homes | None = None,
+        homes: Homes | None = None, *, alone: bool = False,
     ) -> None:  # fmt: skip
-        """`scale`: what the learning rates of an update are multiplied by; None: 1."""
-        self.optimizer = optimizer
+        """`scale`: what learning rates of an update are multiplied by.  `alone`: of one stage."""
+        self.optimizer, self._alone = optimizer, alone
         self._homes = homes if homes is not None and homes.wholes else None
         self._scale = scale
         for group in optimizer.param_groups if scale is not None else ():
@@ -83,22 +83,25 @@ class Updater:
 
     def update(
         self, weights: StageWeights, minibatch: int, stage: int, *, skipped: bool = False
-    ) -> None:
-        """Make W_minibatch+1 of a stage from its minibatch's gradients; `skipped`: from none."""
+    ) -> bool:
+        """Make W_minibatch+1 of a stage from its minibatch's gradients (`skipped`: from none); True
+        where modules may have it in other memory."""
         gradients = weights.harvest(minibatch)
         if weights.advance(minibatch) and not skipped:
             given = zip(map(weights.master, gradients), gradients.values(), strict=True)
-            self.apply(minibatch, [*given], stage, {*map(id, map(weights.master, weights.owned))})
-        weights.adopt()
+            tells = self._homes is None and not self._alone
+            own = {*map(id, map(weights.master, weights.owned))} if tells else None
+            self.apply(minibatch, given, stage, own)
         weights.taken(minibatch)
+        return weights.adopt()
 
     def apply(
         self, minibatch: int, gradients: Iterable[tuple[nn.Parameter, Tensor]], stage: int,
-        own: Collection[int],
+        own: Collection[int] | None,
     ) -> None:  # fmt: skip
         """One optimizer step of a stage with these gradients alone; clears them.
 
-        `own`: ids of its parameters.
+        `own`: ids of its parameters, where it must leave others as they are.
 
         Raises:
             ConfigError: the step changed one of another stage.
@@ -107,18 +110,21 @@ class Updater:
         self._notice(values)
         every = [parameter for group in groups for parameter in group["params"]]
         hidden = [(parameter, parameter.grad) for parameter in every if parameter.grad is not None]
-        others = [one for one in every if id(one) not in own] if self._homes is None else []
-        present = [dict(group) for group in groups]
-        chosen = self._snapshots[minibatch]
-        for group, then in zip(groups, chosen, strict=False):
+        others = [one for one in every if own is not None and id(one) not in own]
+        # Values of another moment take the place of the present ones; most of them are the same.
+        changed = [
+            (group, then, dict(group), _writable(then))
+            for group, then in zip(groups, self._snapshots[minibatch], strict=False)
+            if any(map(is_not, then.values(), map(group.get, then, repeat(_NOTHING))))
+        ]
+        for group, then, *_ in changed:
             group.update(then)
         _set_gradients((parameter, None) for parameter, _ in hidden)
         update = nullcontext([*gradients]) if self._homes is None else self._homes.update(gradients)
         with update as given:
             _set_gradients(given)
             self._enter(stage, values)
-            before = [dict(one) for one in values]
-            written = [*map(_writable, chosen)]
+            before = [*map(dict, values)]
             writes = [one._version for one in others]
             with nullcontext() if self._scale is None else self._rates(stage, minibatch):
                 self.optimizer.step()
@@ -131,10 +137,10 @@ class Updater:
                     'of modules whose parameters belong together: CutAt("layers.*")',
                 )
             self._leave(stage, before)
-        _carry_over(written, chosen, present)
         _set_gradients((parameter, None) for parameter, _ in given)
         _set_gradients(hidden)
-        for group, now, then in zip(groups, present, chosen, strict=False):
+        for group, then, now, written in changed:
+            _carry_over(written, then, now)
             # What the optimizer itself changed (a step count of its own) stays.
             group.update({k: now[k] for k, v in then.items() if k in now and group[k] is v})
         values = self._values()
@@ -172,8 +178,9 @@ class Updater:
         return self._before | self._made.get(stage, {})
 
     def _values(self) -> list[dict[str, Any]]:
-        """Attributes of the optimizers, then the values of the groups."""
-        return [*map(vars, members(self.optimizer)), *self.optimizer.param_groups]
+        """Attributes of the optimizers, where stages share them, then the values of the groups."""
+        shared = () if self._alone else members(self.optimizer)
+        return [*map(vars, shared), *self.optimizer.param_groups]
 
     def _notice(self, values: list[dict[str, Any]]) -> None:
         """Take over, for every stage, what the user has set since the last update."""
@@ -186,7 +193,7 @@ class Updater:
 
     def _enter(self, stage: int, values: list[dict[str, Any]]) -> None:
         """Put back what this stage's last update left."""
-        for (n, key), value in self._left_by(stage).items():
+        for (n, key), value in self._left_by(stage).items() if self._before else ():
             if n < len(values) and value is not _NOTHING:
                 values[n][key] = value
             elif n < len(values):
@@ -194,7 +201,7 @@ class Updater:
 
     def _leave(self, stage: int, before: list[dict[str, Any]]) -> None:
         """Note what a stage's update replaced, and what of that any stage's has replaced."""
-        made, values = self._made.setdefault(stage, {}), self._values()
+        values = self._values()
         for n, (now, then) in enumerate(zip(values, before, strict=True)):
             if any(map(is_not, now.values(), map(then.get, now, repeat(_NOTHING)))):
                 for key in now.keys() - _SHARED:
@@ -202,22 +209,19 @@ class Updater:
                         self._before.setdefault((n, key), then.get(key, _NOTHING))
         for n, key in self._before:
             if n < len(values) and key in values[n]:
-                made[n, key] = values[n][key]
+                self._made.setdefault(stage, {})[n, key] = values[n][key]
 
 
-def _carry_over(
-    before: list[dict[str, Any]], after: list[dict[str, Any]], present: list[dict[str, Any]]
-) -> None:
-    """Copy into the groups what the optimizer wrote in place into values of a snapshot of them."""
-    for then, now, live in zip(before, after, present, strict=False):
-        for key, was in then.items():
-            value = now[key]
-            if key not in live or difference(snapshot(was), value, key, torch.equal) is None:
-                continue
-            if isinstance(value, Tensor) and isinstance(live[key], Tensor):
-                live[key].copy_(value)
-            elif isinstance(value, list | dict):
-                live[key] = copy.deepcopy(value)
+def _carry_over(before: dict[str, Any], after: dict[str, Any], live: dict[str, Any]) -> None:
+    """Copy into a group what the optimizer wrote in place into values of a snapshot of it."""
+    for key, was in before.items():
+        value = after[key]
+        if key not in live or difference(snapshot(was), value, key, torch.equal) is None:
+            continue
+        if isinstance(value, Tensor) and isinstance(live[key], Tensor):
+            live[key].copy_(value)
+        elif isinstance(value, list | dict):
+            live[key] = copy.deepcopy(value)
 
 
 def _writable(values: dict[str, Any]) -> dict[str, Any]:

@@ -86,8 +86,8 @@ class Session(Guarded):
         self.optimizer = self.homes.optimizer(options.optimizer, mine.named_parameters())
         if self.optimizer is not None:
             scaled = plan.training.linear_lr_scaling or self.spec.rescales
-            scale = plan.scale_of if scaled else None
-            self.updater = Updater(self.optimizer, self.spec.reach, scale, self.homes)
+            alone, scale = len(self.stages) == 1, plan.scale_of if scaled else None
+            self.updater = Updater(self.optimizer, self.spec.reach, scale, self.homes, alone=alone)
             for worker in self.workers:
                 worker.updater = self.updater
         if world is not None:
@@ -240,14 +240,14 @@ class Session(Guarded):
 
     def _adopt(self) -> None:
         """Let the stages follow the model's own tensors and hooks, as nothing is in flight."""
-        held = [worker.weights for worker in self.workers]
-        for weights in held:
-            weights.adopt()
-            weights.adopt_hooks()
+        for worker in self.workers:
+            worker.weights_at = None
+            worker.weights.adopt()
+            worker.weights.adopt_hooks()
         for fqn, stages in tied_here(self.plan, self.stages):
             for stage in stages[1:]:
                 self._made.first[stage].follow(fqn, self._made.first[stages[0]])
-        for weights in held:
+        for weights in [worker.weights for worker in self.workers]:
             if weights.starts_anew:  # what the user changes before is part of the new history
                 weights.forget()
             if isinstance(weights, ReplicaWeights):

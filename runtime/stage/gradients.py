@@ -57,15 +57,15 @@ Gradients = dict[str, Tensor]
 class StageGradients:
     """The gradients of a stage's trainable parameters, by FQN.
 
-    `masters`: what the user and the optimizer see; `slots`: what backward adds to, of each version
-    of the weights; `tied`: parameters that other stages hold too, and whether this one owns them.
+    `masters`: what the user and the optimizer see; `slots`: what backward adds to, by version of
+    the weights; `tied`: parameters that other stages hold too, and whether this one owns them.
     One update takes `group` minibatches; `begun`: the first one whose gradients are known.
     """
 
     def __init__(
         self,
         masters: dict[str, nn.Parameter],
-        slots: dict[str, list[nn.Parameter]],
+        slots: list[dict[str, nn.Parameter]],
         tied: Mapping[str, bool],
         group: int,
     ) -> None:
@@ -97,8 +97,7 @@ class StageGradients:
 
     def parameter(self, version: int, fqn: str) -> nn.Parameter:
         """The Parameter that backward adds to, where it runs on W_version."""
-        slots = self._slots[fqn]
-        return slots[version % len(slots)]
+        return self._slots[version % len(self._slots)][fqn]
 
     def master(self, fqn: str) -> nn.Parameter:
         """The Parameter that the optimizer and the user see: the newest version."""
@@ -215,9 +214,9 @@ class StageGradients:
         """Forget what stages were to sum."""
         self._sums.clear()
         self._parts.clear()
-        for fqn in self.tied:
-            for slot in self._slots[fqn]:
-                slot.grad = None
+        for held in self._slots if self.tied else ():
+            for fqn in self.tied:
+                held[fqn].grad = None
 
     # -- what becomes of them -------------------------------------------------------------------
 
@@ -230,17 +229,16 @@ class StageGradients:
             self._accumulating = None
 
     def _take(self, version: int, names: Iterable[str]) -> Gradients:
-        found: Gradients = {}
+        found, held = Gradients(), self._slots[version % len(self._slots)]
         for fqn in names:
-            parameter = self.parameter(version, fqn)
-            if parameter.grad is not None:
-                found[fqn], parameter.grad = parameter.grad, None
+            parameter = held[fqn]
+            if (gradient := parameter.grad) is not None:
+                found[fqn], parameter.grad = gradient, None
         return found
 
     def present_gradients(self) -> Gradients:
         """Present .grad of the owned parameters (where nothing is `apart`)."""
-        found = {fqn: self._masters[fqn].grad for fqn in self.owned}
-        return {fqn: gradient for fqn, gradient in found.items() if gradient is not None}
+        return {fqn: one for fqn in self.owned if (one := self._masters[fqn].grad) is not None}
 
     def open_gradients(self, *, keep: bool, summed: bool = False) -> None:
         """A call begins: what is in .grad is the user's, to be added to (`keep`) or dropped.
@@ -259,8 +257,7 @@ class StageGradients:
     def give_back(self, minibatch: int) -> None:
         """Add the gradients of a minibatch to those that the user had before."""
         for fqn, gradient in self.taken(minibatch).items():
-            earlier = self._earlier.pop(fqn, None)
-            self._masters[fqn].grad = added(earlier, gradient)
+            self._earlier[fqn] = added(self._earlier.get(fqn), gradient)
         for fqn, gradient in self._earlier.items():
             self._masters[fqn].grad = gradient
         self._earlier = {}

@@ -259,8 +259,8 @@ class ReplicaWeights(StageWeights):
             stage, compiled, lambda fqn: self._own.get(fqn, tensors(fqn)), model, apart=True
         )
 
-    def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:
-        return [nn.Parameter(slot.data) for slot in self._first._slots[fqn]]
+    def _new_slot(self, fqn: str, master: nn.Parameter, version: int) -> nn.Parameter:
+        return nn.Parameter(self._first.parameter(version, fqn).data)
 
     # -- gradients: the user knows those of the first replica ---------------------------------
 
@@ -282,12 +282,13 @@ class ReplicaWeights(StageWeights):
         self.newest, self.starts_anew = self.update_of(minibatch) + 1, False
         return self._first.advance(minibatch)
 
-    def adopt(self) -> None:
+    def adopt(self) -> bool:
         self._first.adopt()
-        for fqn, slots in self._slots.items():
-            for slot, theirs in zip(slots, self._first._slots[fqn], strict=True):
-                if slot.data_ptr() != theirs.data_ptr():
-                    slot.data = theirs.data
+        for held, theirs in zip(self._slots, self._first._slots, strict=True):
+            for fqn, slot in held.items():
+                if slot.data_ptr() != theirs[fqn].data_ptr():
+                    slot.data = theirs[fqn].data
+        return True
 
     def older(self) -> list[tuple[str, Tensor]]:
         return []

@@ -10,7 +10,8 @@ into a storage that a graph still needs would give wrong gradients without an er
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -64,8 +65,9 @@ class StageWeights(StageGradients):
         interface, spec = compiled.interfaces[stage], compiled.stream.spec
         self.once = {fqn: one for fqn, one in (once or {}).items() if fqn in interface.parameters}
         tied = {t.fqn: stage == t.stages[0] for t in compiled.plan.tied if stage in t.stages}
-        masters, slots = dict[str, nn.Parameter](), dict[str, list[nn.Parameter]]()
         self.versions, self.apart = spec.versions(stage), apart or compiled.overlaps
+        masters = dict[str, nn.Parameter]()
+        slots = [dict[str, nn.Parameter]() for _ in range(self.versions)]
         self._hooked: list[tuple[tuple[str, GradientHook], list[Any]]] = []  # and their handles
         for fqn in interface.parameters:
             master = tensors(fqn)
@@ -73,7 +75,8 @@ class StageWeights(StageGradients):
             if master.requires_grad:
                 masters[fqn] = master
                 own = fqn not in tied and not self.apart
-                slots[fqn] = [master] if own else self._new_slots(fqn, master)
+                for version, held in enumerate(slots):
+                    held[fqn] = master if own else self._new_slot(fqn, master, version)
         super().__init__(masters, slots, tied, spec.group(stage))
         stage_class = compiled.stage_classes[stage]
         self.modules = [instance(stage_class, interface, model) for _ in range(self.versions)]
@@ -82,19 +85,17 @@ class StageWeights(StageGradients):
         tables = [one._buffers for one in homes], [one._parameters for one in homes]
         self._tables = [[one for one in each if one] for each in tables]
         self._places = places(self.modules[0], interface)
-        for version, module in enumerate(self.modules):
+        for held, module in zip(slots, self.modules, strict=True):
             for name, fqn in self._places.items():
-                of_version = slots.get(fqn)
-                set_tensor(module, name, of_version[version] if of_version else tensors(fqn))
+                set_tensor(module, name, held[fqn] if fqn in held else tensors(fqn))
         self.updating = False  # an update of the present program has begun
         self.starts_anew = False  # all versions are the newest until there is another
 
-    def _new_slots(self, fqn: str, master: nn.Parameter) -> list[nn.Parameter]:
-        """Parameters of their own for the modules of every version."""
+    def _new_slot(self, fqn: str, master: nn.Parameter, version: int) -> nn.Parameter:
+        """A Parameter for the module of a version alone."""
         if fqn in self.once:
-            return [nn.Parameter(one) for one in self.once[fqn].versions]
-        data = master.data
-        return [nn.Parameter(data.clone() if n else data) for n in range(self.versions)]
+            return nn.Parameter(self.once[fqn].versions[version])
+        return nn.Parameter(master.data.clone() if version else master.data)
 
     def module(self, version: int, training: bool) -> nn.Module:
         """The instance that holds W_version, in the given mode."""
@@ -146,13 +147,11 @@ class StageWeights(StageGradients):
 
     def older(self) -> list[tuple[str, Tensor]]:
         """FQN and values of the trained parameters in every version but the newest."""
-        newest = self.newest % self.versions
-        return [
-            (fqn, slot)
-            for fqn, slots in self._slots.items()
-            for version, slot in enumerate(slots)
-            if version != newest and fqn not in self.once  # their homes may go on
-        ]
+        return [(f, one) for f, one in self._replaced() if f not in self.once]  # homes may go on
+
+    def _replaced(self) -> Iterator[tuple[str, nn.Parameter]]:
+        newest = self._slots[self.newest % self.versions]
+        return chain(*(held.items() for held in self._slots if held is not newest))
 
     def receive(self, fqn: str, minibatch: int, value: Tensor) -> None:
         """The owner's weights after the update of `minibatch`, for a tied copy.
@@ -166,14 +165,16 @@ class StageWeights(StageGradients):
             slot.data.copy_(value)
         self._masters[fqn].data = slot.data
 
-    def adopt(self) -> None:
-        """Take over storage that an optimizer or the user gave to a Parameter (p.data = …)."""
+    def adopt(self) -> bool:
+        """Take over memory that a Parameter was given (p.data = …); True if modules may have it."""
         for one in self.once.values():
             one.keep(self.newest)
+        held, moved = self._slots[self.newest % self.versions], not self.apart
         for fqn in self.owned if self.apart else self.tied.intersection(self.owned):
-            newest, master = self.parameter(self.newest, fqn), self._masters[fqn]
+            newest, master = held[fqn], self._masters[fqn]
             if newest.data_ptr() != master.data_ptr():
-                newest.data = master.data
+                newest.data, moved = master.data, True
+        return moved
 
     def leave(self) -> None:
         """The connections are about to close, and nobody writes the weights of others any more."""
@@ -199,7 +200,7 @@ class StageWeights(StageGradients):
         for handle in (handle for _, handles in self._hooked for handle in handles):
             handle.remove()
         self._hooked = [
-            ((fqn, hook), [hook.follow(slot, masters[fqn]) for slot in self._slots[fqn]])
+            ((fqn, hook), [hook.follow(held[fqn], masters[fqn]) for held in self._slots])
             for fqn, hook in wanted
         ]
 
@@ -214,11 +215,8 @@ class StageWeights(StageGradients):
     def forget(self) -> None:
         """A new history begins: every version is the newest."""
         self.starts_anew = True
-        for slots in self._slots.values():
-            newest = slots[self.newest % self.versions]
-            for slot in slots:
-                if slot is not newest:
-                    slot.data.copy_(newest.data)
+        for fqn, slot in self._replaced():
+            slot.data.copy_(self.parameter(self.newest, fqn).data)
 
     def restart(self, minibatches: int) -> None:
         """A new history begins after so many minibatches, with other weights."""
@@ -232,9 +230,9 @@ class StageWeights(StageGradients):
 
     def load(self, fqn: str, value: Tensor) -> bool:
         """Overwrite every version of a trainable parameter, if it is held here."""
-        for slot in self._slots.get(fqn, ()):
-            slot.data.copy_(value)
-        return fqn in self._slots
+        for held in self._slots if fqn in self._masters else ():
+            held[fqn].data.copy_(value)
+        return fqn in self._masters
 
 
 def places(module: nn.Module, interface: StageInterface) -> dict[str, str]:
