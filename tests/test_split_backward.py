@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.eager import split_backward
+from pdcompile.eager.gradients import memory_of, shared_memory
 from pdcompile.eager.split_backward import Entrance, Rest, accumulate, first_part
 from pdcompile.ir import stage_run
 from tests.helpers import models
@@ -241,6 +242,20 @@ def test_gradients_that_are_kept_are_not_added_to() -> None:
         (nn.functional.mse_loss(eager(x), y) * 0.25).backward()
     for (_, one), two in zip(pipe.named_parameters(), eager.parameters(), strict=True):
         assert torch.equal(one.grad, two.grad)
+
+
+def test_memory_that_other_tensors_have() -> None:
+    """What a view is of does not count, unless that is asked about, too; of sparse ones all may."""
+    made = torch.randn(16)
+    view = made.view(4, 4)
+    assert shared_memory([view]) == set()
+    assert shared_memory([made, view]) == {memory_of(made)}
+    del view
+    assert shared_memory([made]) == set()
+    other = made.detach()  # as autograd makes a .grad of a gradient that it gives to others
+    assert shared_memory([made]) == shared_memory([other]) == {memory_of(made)}
+    sparse = torch.eye(3).to_sparse()
+    assert shared_memory([sparse]) == {memory_of(sparse)}
 
 
 class Shifted(nn.Module):

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ _CONTAINERS = (dict, SimpleNamespace, list, tuple)
 _VALUES = (bool, int, float, complex, str, bytes, range, torch.device, torch.dtype, torch.Size)
 
 Alike = Callable[[torch.Tensor, torch.Tensor], bool]
+identical: Alike = is_  # the same object
 
 MISSING = object()  # the value of an attribute that is not there
 
@@ -58,11 +60,8 @@ def tensors_at(
     """
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif depth and isinstance(value, tuple | list | set | deque):
-        for i, item in enumerate(value):
-            yield from tensors_at(item, (*path, i), depth - 1)
-    elif depth and isinstance(value, dict):
-        for key, item in value.items():
+    elif depth and isinstance(value, tuple | list | set | deque | dict):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from tensors_at(item, (*path, key), depth - 1)
 
 

@@ -87,6 +87,7 @@ NoTorchDispatch: Any = torch._C._DisableTorchDispatch
 function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 without_function_mode: Callable[[], Any] = torch.overrides._pop_mode_temporarily
 dispatch_keys: Callable[[Tensor], Any] = torch._C._dispatch_keys
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def convolution_kernel(
@@ -265,15 +266,11 @@ def region_preserves_rng(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
     """Autograd's engine itself, which no function mode sees: gradients of all leaves."""
+    retain_graph, create_graph, every_leaf = False, False, ()
     torch.autograd.Variable._execution_engine.run_backward(
-        tuple(roots),
-        tuple(gradients),
-        False,  # retain_graph
-        False,  # create_graph
-        (),  # inputs: all leaves
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+        tuple(roots), tuple(gradients), retain_graph, create_graph, every_leaf,
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
 
 
 def gloo_options() -> Any:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 from pdcompile.batch.step_result import check_loss, scaled_loss
 from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import autocast_region
-from pdcompile.eager.gradients import memory_of
+from pdcompile.eager.gradients import shared_memory
 from pdcompile.eager.loss_scale import LossScale
+from pdcompile.eager.split_backward import Rest
 from pdcompile.ir.graph import size_at
 from pdcompile.ir.stage_interface import Port
 from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
@@ -77,8 +77,8 @@ class Feed:
     losses: list[Tensor] = field(default_factory=list)
     outputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     #: microbatches between forward and backward (`Kept`: of a stage that recomputes, which has no
-    #: graph until its backward), or between the two parts of that
-    flights: dict[int, Flight | Kept] = field(default_factory=dict)
+    #: graph until its backward), or between the two parts of that, with memory of `shared_memory`
+    flights: dict[int, Flight | Kept | tuple[Rest, set[int]]] = field(default_factory=dict)
 
 
 class Compute:
@@ -182,15 +182,14 @@ class Compute:
         self, feed: Feed, microbatch: int, module: nn.Module, given: list[Any], leaves: Leaves
     ) -> tuple[Flight, dict[str, Tensor]]:
         """The stage's part of autograd's graph, and its results, for what was given to it."""
-        wiring, size, stage = feed.wiring, feed.sizes[microbatch], self._stage
-        results = self._results
+        wiring, size = feed.wiring, feed.sizes[microbatch]
         where = "loss_fn" if wiring.signature.loss_inputs else "the model's output"
 
         def loss(found: Tensor) -> Tensor:
             return scaled_loss(check_loss(found, where), feed.weights[microbatch])
 
         def check(port: Port, value: Any) -> None:
-            check_result(value, results[port.value](size), port.name, stage)
+            check_result(value, self._results[port.value](size), port.name, self._stage)
 
         call = Microbatch(
             feed.minibatch, microbatch, lambda path: self._placed(leaves[path]),
@@ -218,6 +217,7 @@ class Compute:
         module = self._weights.module(version, feed.wiring.training)
         with self._brought(module):
             flight = feed.flights.pop(microbatch)
+            assert not isinstance(flight, tuple)
             if isinstance(flight, Kept):  # for the graph that the first run did not keep
                 with replaced(flight.buffers):
                     flight = self._run(feed, microbatch, module, flight.given, flight.leaves)[0]
@@ -231,20 +231,20 @@ class Compute:
         for edge, entrance in flight.entered.items():
             value, found = entrance.value, entrance.take()
             sent.append((edge, absent(value) if found is None else found))
-        others = chain([gradient for _, gradient in sent], flight.rest.gradients)
-        self._weights.separate_gradients(version, map(memory_of, others))
+        shared = shared_memory([gradient for _, gradient in sent] + [*flight.rest.gradients])
+        self._weights.separate_gradients(version, shared)
         if split:
-            given = {memory_of(gradient) for _, gradient in sent}
-            feed.flights[microbatch] = Flight(rest=flight.rest, sent=given)
+            feed.flights[microbatch] = flight.rest, shared
         return sent
 
     def backward_weight(self, feed: Feed, microbatch: int, version: int) -> None:
         """Accumulate the gradients that a split `backward` left."""
-        flight = feed.flights.pop(microbatch)
-        assert isinstance(flight, Flight)
+        found = feed.flights.pop(microbatch)
+        assert isinstance(found, tuple)
+        rest, shared = found
         self._weights.begin_backward(feed.minibatch, version)
-        flight.rest.run()
-        self._weights.separate_gradients(version, flight.sent)
+        rest.run()
+        self._weights.separate_gradients(version, shared)
 
 
 def expected(port: Port, size: int, minibatch: int = 0) -> Expected:

@@ -112,13 +112,13 @@ class StageGradients:
         self._accumulating = number, version
         self._ran_on[number] = version
 
-    def separate_gradients(self, version: int, memories: Iterable[int]) -> None:
+    def separate_gradients(self, version: int, shared: Collection[int]) -> None:
         """Autograd may let .grad share memory with a gradient that is now being sent or kept, and
         the next microbatch would add to it there: give such parameters memory of their own.
 
         A .grad that was there before was added to where it is, and shares none.
         """
-        if not self._without or not (shared := {*memories}):
+        if not shared:
             return
         without = []
         for fqn in self._without:
