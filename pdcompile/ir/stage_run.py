@@ -11,7 +11,7 @@ earlier stage waits, and goes on later (`Rest`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +54,6 @@ class Flight:
     loss: Tensor | None = None
     draws: DrawScope | None = None  # of opaque modules, which may run again
     rest: Rest = field(default_factory=Rest)  # between the two parts of its backward
-    sent: Collection[int] = ()  # memory of what the first part gave to others
 
     def roots(self, wiring: Wiring, gradient: Gradient, of_loss: Tensor | None) -> list[Root]:
         """The places where backward begins and has a gradient, in eager's order of summation."""
@@ -101,7 +100,8 @@ class StageRun:
                 flight.entered[edge], value = entrance, entrance.value
             arguments.append(value.clone() if port.mutated else value)
         self._streams.begin(call.minibatch, call.microbatch)
-        mode = torch.set_grad_enabled(wiring.training)
+        same = torch.is_grad_enabled() == wiring.training
+        mode = nullcontext() if same else torch.set_grad_enabled(wiring.training)
         again = wiring.training and wiring.signature.unshards
         with self._around(mode, again) if again or self._region is not None else mode:
             results = module(*arguments)
