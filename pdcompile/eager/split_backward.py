@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +25,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _NOWHERE = -1  # in place of a node's number, of what hangs on none
+_FIRST, _LATER = "first", "later"  # in place of a node's kind, of one that accumulates into a leaf
+_ACCUMULATES: type = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
 
 
 class Entrance:
@@ -106,65 +109,66 @@ def accumulate(
 
 def first_part(roots: Sequence[Root], wanted: Iterable[Tensor]) -> Rest:
     """Run backward as far as it leads to the `wanted` leaves; returns what is left to do."""
-    graph, rest = _Graph(roots, {id(one) for one in wanted}), Rest()
-    early, ends = _parted(tuple(graph.forms), tuple(graph.roots))
+    begins: list[Any] = [
+        one.node if isinstance(one, GradientEdge) else one.grad_fn or get_gradient_edge(one).node
+        for one, _ in roots
+    ]
+    nodes, rest = [*dict.fromkeys(begins)], Rest()
+    numbers = tuple(map(nodes.index, begins))
+    early, first, ends = _parted(_form(nodes, {id(one) for one in wanted}), numbers)
     kept: dict[int, list[Tensor | None]] = {end: [] for end, _ in ends if end != _NOWHERE}
     for end, found in kept.items():
-        graph.nodes[end].register_prehook(_keeper(found))
-    if leaves := [leaf for n, leaf in graph.leaves.items() if n in early]:
-        accumulate(roots, leaves, again=bool(ends))
+        nodes[end].register_prehook(_keeper(found))
+    if first:
+        accumulate(roots, [nodes[n].variable for n in first], again=bool(ends))
     for end, later in ends:
         if end == _NOWHERE:
-            left = [root for root, n in zip(roots, graph.roots, strict=True) if n not in early]
+            left = [root for root, n in zip(roots, numbers, strict=True) if n not in early]
         else:
-            node, came = graph.nodes[end], enumerate(kept[end])
+            node, came = nodes[end], enumerate(kept[end])
             left = [(GradientEdge(node, n), one) for n, one in came if one is not None]
             kept[end].clear()  # the hook has it until the node goes
         if left:
-            rest.append((left, [graph.leaves[n] for n in later]))
+            rest.append((left, [nodes[n].variable for n in later]))
     return rest
 
 
-class _Graph:
-    """Autograd's nodes behind some roots, by number; `forms`: of a node its kind and the numbers of
-    those that it leads to, of a leaf whether its gradient is wanted first."""
-
-    def __init__(self, roots: Sequence[Root], wanted: Container[int]) -> None:
-        edges = [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x, _ in roots]
-        self.nodes = nodes = [*dict.fromkeys([edge.node for edge in edges])]
-        numbers = {node: n for n, node in enumerate(nodes)}
-        self.roots = [numbers[edge.node] for edge in edges]
-        self.leaves: dict[int, Tensor] = {}
-        self.forms: list[tuple[Any, ...]] = []
-        for node in nodes:  # more come meanwhile
-            form: list[Any] = [type(node)]
-            for following, _ in node.next_functions:
-                if following is not None:
-                    number = numbers.setdefault(following, len(nodes))
-                    if number == len(nodes):
-                        nodes.append(following)
-                    form.append(number)
-            leaf = None if len(form) > 1 else getattr(node, "variable", None)
-            if leaf is not None:  # the node accumulates into it
-                self.leaves[len(self.forms)] = leaf
-                hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
-                form = [bool(hooked) or id(leaf) in wanted]
-            self.forms.append(tuple(form))
+def _form(nodes: list[Any], wanted: Container[int]) -> tuple[Any, ...]:
+    """Form of autograd's graph behind some nodes, which are joined by those that they lead to: of
+    each its kind, of a leaf whether its gradient is wanted first, then numbers of the next ones."""
+    numbers, form, count = {node: n for n, node in enumerate(nodes)}, list[Any](), len(nodes)
+    numbers[None] = _NOWHERE
+    for node in nodes:  # more come meanwhile
+        kind: Any = type(node)
+        if kind is _ACCUMULATES:
+            leaf = node.variable
+            hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+            kind = _FIRST if hooked or id(leaf) in wanted else _LATER
+        form.append(kind)
+        for following, _ in node.next_functions:
+            number = numbers.setdefault(following, count)
+            if number == count:
+                nodes.append(following)
+                count += 1
+            form.append(number)
+    return tuple(form)
 
 
 @lru_cache(maxsize=64)
 def _parted(
-    forms: tuple[tuple[Any, ...], ...], roots: tuple[int, ...]
-) -> tuple[set[int], list[tuple[int, list[int]]]]:
-    """The nodes that run first: all that lead to a wanted leaf, or to one that joins them; and the
-    leaves that come later, by the early node that they hang on (`_NOWHERE`: on none).
+    form: tuple[Any, ...], roots: tuple[int, ...]
+) -> tuple[set[int], list[int], list[tuple[int, list[int]]]]:
+    """The nodes that run first: all that lead to a wanted leaf, or to one that joins them; these
+    leaves; and those that come later, by the early node that they hang on (`_NOWHERE`: on none).
 
     Microbatches have nodes of their own, in the same form: it is divided once.
     """
-    following = {n: form[1:] for n, form in enumerate(forms)}
+    starts = [n for n, one in enumerate(form) if not isinstance(one, int)]
+    forms = [form[a:b] for a, b in pairwise([*starts, len(form)])]
+    following = {n: [k for k in one[1:] if k != _NOWHERE] for n, one in enumerate(forms)}
     ended = [*TopologicalSorter(following).static_order()]  # each after all that it leads to
-    leaves = [n for n, form in enumerate(forms) if isinstance(form[0], bool)]
-    first = {n for n in leaves if forms[n][0]}
+    leaves = [n for n, (kind, *_) in enumerate(forms) if kind in (_FIRST, _LATER)]
+    first = {n for n in leaves if forms[n][0] is _FIRST}
     while True:
         early = set(first)
         for node in ended:
@@ -185,10 +189,10 @@ def _parted(
     hanging: dict[int, list[int]] = {}
     for leaf, (end,) in later.items():
         hanging.setdefault(end, []).append(leaf)
-    return early, [*hanging.items()]
+    return early, [n for n in leaves if n in early], [*hanging.items()]
 
 
-def _whole(forms: Sequence[tuple[Any, ...]], end: int) -> bool:
+def _whole(forms: Sequence[Sequence[Any]], end: int) -> bool:
     """True if a node runs as a whole, whatever is asked of it."""
     kind = object if end == _NOWHERE else forms[end][0]
     return issubclass(kind, BackwardCFunction) or kind.__name__ == "CopySlices"

@@ -15,12 +15,10 @@ def in_range(has: str, wanted: str) -> bool:
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in re.findall(r"[0-9]+", text.partition("+")[0])[:3])
 
-    for bound in wanted.split(","):
-        if bound.startswith(">=") and numbers(has) < numbers(bound):
-            return False
-        if bound.startswith("<") and bound[1:2] != "=" and numbers(has) >= numbers(bound):
-            return False
-    return True
+    bounds = wanted.split(",")
+    above = all(numbers(has) >= numbers(one) for one in bounds if one.startswith(">="))
+    below = all(numbers(has) < numbers(one) for one in bounds if re.match("<(?!=)", one))
+    return above and below
 
 
 def check_torch(has: str) -> None:
