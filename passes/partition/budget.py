@@ -121,7 +121,7 @@ def minimize(
     seed: int = 0,
     effort: float = math.inf,
     presolve: bool = False,
-    on_bound: Callable[[float], object] = lambda _: None,
+    on_bound: Callable[[float], None] = lambda _: None,
 ) -> Solved:
     """Solve a CP-SAT model on one core, until it is proved or the budget ends.
 
@@ -145,9 +145,6 @@ def minimize(
                 self.stopped = True
                 self.stop_search()
 
-    def report(bound: float) -> None:
-        on_bound(bound)
-
     solver, solutions = cp_model.CpSolver(), Solutions()
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 0
@@ -163,7 +160,7 @@ def minimize(
         solver.parameters.max_time_in_seconds = seconds
     if math.isfinite(effort):
         solver.parameters.max_deterministic_time = effort
-    solver.best_bound_callback = report
+    solver.best_bound_callback = on_bound
     status = solver.solve(model, solutions)
     handle_interrupts()
     ended = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE, cp_model.MODEL_INVALID)

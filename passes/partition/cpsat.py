@@ -272,7 +272,7 @@ class IntegerProgram:
         budget: Budget,
         seed: int,
         offer: Callable[[tuple[int, ...]], object] = lambda _: None,
-        bounded: Callable[[float], object] = lambda _: None,
+        bounded: Callable[[float], None] = lambda _: None,
         *,
         first: bool = False,
     ) -> tuple[float, tuple[int, ...] | None]:

@@ -113,10 +113,6 @@ class Segments:
     def backward(self) -> Matrix:
         return self._own(self.model.backward)
 
-    def items_of(self, ends: Sequence[int]) -> tuple[int, ...]:
-        """The stage of every item, of stages that end at these ideals."""
-        return self.model.items_of((~self.inside[list(ends)]).sum(0).tolist())
-
     def compute(self, on: Coefficients, rows: slice = ALL) -> Matrix:
         """Seconds for which a microbatch keeps the devices of a stage busy, one after the other."""
         found: Matrix = on.option.forwards * self.forward[rows] + self.backward[rows]

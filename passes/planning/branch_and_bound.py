@@ -27,7 +27,7 @@ from pdcompile.ir.graph import OpGraph
 from pdcompile.pass_runner import Listener
 from pdcompile.passes.partition import partition
 from pdcompile.passes.partition.answer import DEFAULT_SECONDS, PATIENCE, claimed
-from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.budget import Budget, OutOfTimeError
 from pdcompile.passes.partition.search import ALONG, EQUAL
 from pdcompile.passes.partition.space.candidates import describe, evaluation, violations
 from pdcompile.passes.partition.space.no_plan import (
@@ -216,8 +216,11 @@ class PlanSearch:
             self.proved, branch.bound = _best_cut(self, branch, branch.straight_problem), math.inf
             return
         branch.sharpen()
-        pipelines = branch.pipelines()
-        bound = pipelines.bound() * branch.setting.scale
+        pipelines, budget = branch.pipelines(), self.budget if self.sketch else None
+        try:
+            bound = pipelines.bound(budget) * branch.setting.scale
+        except OutOfTimeError:  # the bound of a plan that there is may take longer
+            return
         if not (left_out := branch.left_out):
             branch.bound = max(branch.bound, bound)
         elif branch.bound < self.trials.below:

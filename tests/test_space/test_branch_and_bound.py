@@ -14,6 +14,7 @@ from pdcompile.errors import ConfigError, InfeasibleError, PlanError
 from pdcompile.ir.graph import OpGraph
 from pdcompile.passes.check import check as check_schedule
 from pdcompile.passes.coarsen import coarsen
+from pdcompile.passes.partition.chains import Chains
 from pdcompile.passes.partition.space.candidates import evaluation
 from pdcompile.passes.partition.space.seats import MAX_ARRANGEMENTS, arrangements
 from pdcompile.passes.planning.branch_and_bound import best_plan
@@ -125,6 +126,25 @@ def test_only_what_is_faster_than_another_plan_is_sought(schedules: tuple[str, .
     with pytest.raises(Sketched) as sketch:  # one is tried where there is no plan elsewhere
         explored(graph, cluster, space, sketch=True, time_limit=0.0)
     assert 1.05 * seconds < sketch.value.seconds < math.inf
+
+
+def test_a_sketch_ends_in_the_middle_of_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, begun = Chains._extend, list[tuple[int, int]]()
+
+    def extend(self: Chains, key: tuple[int, int], most: float) -> None:
+        if self.budget is not None:
+            self.budget.stop()
+            begun.append(key)
+        plain(self, key, most)
+
+    monkeypatch.setattr(Chains, "_extend", extend)
+    space, cluster = SearchSpace("any", (False,), ("1f1b",), (4,)), cluster_of(*(Device(),) * 4)
+    with pytest.raises(Sketched) as sketch:
+        explored(chain(4), cluster, space, sketch=True)
+    assert (len(begun), sketch.value.best is not None) == (1, True)
+    begun.clear()
+    explored(chain(4), cluster, space)
+    assert not begun  # the bound of a plan may take longer
 
 
 @pytest.mark.parametrize(("rate", "replicas"), [(1e2, [2, 2]), (1e9, [4])])

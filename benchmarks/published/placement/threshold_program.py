@@ -49,7 +49,7 @@ def prove(
     seed: int = 0,
     effort: float = math.inf,
     stop_at: float = -math.inf,
-    progress: Callable[[float], object] = lambda _: None,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> PlacementProof:
     """Search for placements better than `upper` (by at least `BETTER`), offering each.
 

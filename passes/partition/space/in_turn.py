@@ -162,7 +162,7 @@ class StagesInTurn:
         budget, (forward, backward) = Budget(SECONDS), self._seconds
         return any_cut(critical, np.array(speeds), sum(forward), sum(backward), lambda: budget.late)
 
-    def bound(self) -> float:
+    def bound(self, _: Budget | None = None) -> float:
         """Seconds of a minibatch that no such cut is below."""
         return self.cut.least(*self._seconds) * (1 - 1e-9)
 

@@ -12,7 +12,8 @@ from itertools import accumulate, islice
 
 from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.alternatives import seconds_of
-from pdcompile.passes.partition.chains import Chains, Key, Piece
+from pdcompile.passes.partition.budget import Budget
+from pdcompile.passes.partition.chains import Chains, Key, Piece, groups_of
 from pdcompile.passes.partition.known_paths import KnownPaths
 from pdcompile.passes.partition.model import (
     Model,
@@ -184,11 +185,12 @@ class Pipelines:
             recomputed=space.recomputed, widths=space.widths,
         )  # fmt: skip
 
-    def bound(self) -> float:
+    def bound(self, budget: Budget | None = None) -> float:
         """A lower bound of all candidates (if the ideals are all), infinite if there is none.
 
-        Seconds per microbatch without a flush, seconds of a minibatch with one.
+        Seconds per microbatch without a flush, seconds of a minibatch with one; OutOfTimeError.
         """
+        self.chains.budget = budget
         return self.chains.solve() * (1 - 1e-12)
 
     def candidates(
@@ -218,7 +220,7 @@ class Pipelines:
         return None if pieces is None else self._allowed(pieces)
 
     def _allowed(self, pieces: tuple[Piece, ...]) -> Candidate | None:
-        stage_of = self.segments.items_of([piece.end for piece in pieces])
+        stage_of = self.segments.model.items_of(groups_of(self.segments, pieces))
         made = self.part.candidate(stage_of, tuple(piece.option for piece in pieces))
         return self.part.allowed(made)
 
