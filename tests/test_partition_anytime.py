@@ -235,6 +235,10 @@ def test_an_integer_program_goes_on_as_long_as_there_is_news(
     assert certificate.gap == pytest.approx(0.0045)
     assert len(runs) == 3
     assert all(least < seconds <= given.get("time_limit", 20.0) for seconds in runs[1:])
+    monkeypatch.setattr(search, "SOLVABLE", 1)  # what is large for the patience takes a limit
+    runs.clear()
+    partition(gpt_problem(12, 8, "flush"), **given)
+    assert bool(runs) == bool(given)
 
 
 def test_equal_seeds_give_equal_answers() -> None:

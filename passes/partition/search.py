@@ -120,6 +120,7 @@ FIRST = 200  # groups of the model that gives the first plan
 MOVING = 0.5  # of the time that is left
 LIKELY = 1.1  # starts that take so many times as long as the fastest, at most
 MAX_VARIABLES = 60_000  # groups x stages; larger problems keep the relaxation's bound
+SOLVABLE = 2_000  # of them for a second of patience: of more paths CP-SAT says nothing in that time
 
 
 def solve(
@@ -262,7 +263,8 @@ def _ends(search: Search, until: float) -> bool:
 
 def prove(search: Search) -> None:
     """CP-SAT until the bound meets the best plan or time is up."""
-    if _too_large(search.model) or search.upper <= 0:
+    seconds = search.budget.waits if search.paths else math.inf
+    if _too_large(search.model, seconds) or search.upper <= 0:
         return
     program = IntegerProgram(search.model, search.upper)
     for path in search.paths:
@@ -290,5 +292,5 @@ def prove(search: Search) -> None:
             program.forbid(groups)
 
 
-def _too_large(model: Model) -> bool:
-    return model.num_groups * model.num_stages > MAX_VARIABLES
+def _too_large(model: Model, seconds: float = math.inf) -> bool:
+    return model.num_groups * model.num_stages > min(MAX_VARIABLES, SOLVABLE * seconds)
