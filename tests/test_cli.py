@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdcompile.cli import main
+from pdcompile.cli.options import Flags
 from pdcompile.cli.run import step_seconds
 from pdcompile.errors import InfeasibleError, NotFoundError, PlanError
 from tests.helpers.alike import Call
@@ -399,15 +400,18 @@ def test_simulate_leaves_its_plan_as_it_is(plan_file: Path, call: Call, option: 
 def test_times_are_taken_with_the_threads_of_a_run(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
+    def check(_: Flags) -> None:
+        seen.append(os.environ.get("OMP_NUM_THREADS"))
 
+    seen: list[str | None] = []
+    monkeypatch.setattr(Flags, "check", check)  # which imports torch
     for given, expected in ((None, "1"), ("3", "3")):
         if given is None:
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         else:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         call("plan", "nothing.py:build")
-        assert os.environ["OMP_NUM_THREADS"] == expected
+        assert os.environ["OMP_NUM_THREADS"] == expected == seen.pop()
 
 
 def test_steps_are_timed_when_the_pipeline_is_full() -> None:

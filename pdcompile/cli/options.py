@@ -267,12 +267,12 @@ def compiled(target: str, flags: Flags, **more: object) -> tuple[Workload, Compi
     """
     from pdcompile.report.progress import working
 
-    flags.check()
-    more |= flags.given()
     # As many threads as torchrun gives a process: the times are to be those of a run.  Read when
-    # torch is imported, which the target does.
+    # torch is imported, which the check does.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with collecting_seldom():
+        flags.check()
+        more |= flags.given()
         with working("loading", target):
             workload = load_target(target)
         options = flags.to_options(workload, progress=True, command_target=target, **more)
