@@ -5,6 +5,7 @@ next to a candidate.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -40,6 +41,7 @@ MAX_IDEALS = 1_000
 POSITIONS = 128  # where first plans are cut
 CUTS, CLOCKS = 3, 192  # of a setting, menu and order, looked at for one; more by ranks squared
 MOST_BEGUN = 300  # chains, until the best one known is such a cut
+SPARSE = 0.25  # of the memory, by the formula: of what takes less no ledger is made
 MAX_CELLS = 100_000_000  # pairs of ideals x rows of all menus, for one table
 
 
@@ -266,7 +268,14 @@ def timed(
         seconds = seconds_of(found)
     if not (seconds < below and limited(cluster)):
         return seconds, 0.0
-    return seconds, filled(graph_free_ledgers(problem, cluster, candidate), cluster)
+    shares = defaultdict[int, float](float)
+    for s, ranks in enumerate(candidate.ranks):
+        if (limit := found.deployment.limits[s]) is not None:
+            for rank in ranks:
+                shares[rank] += found.memory(s) / max(limit, 0.5)
+    if (share := max(shares.values(), default=0.0)) > SPARSE:
+        share = filled(graph_free_ledgers(problem, cluster, candidate), cluster)
+    return seconds, share
 
 
 def graph_free_ledgers(
