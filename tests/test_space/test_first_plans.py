@@ -216,6 +216,19 @@ def test_plans_with_room_to_spare_are_made_once(monkeypatch: pytest.MonkeyPatch)
     assert len({*made}) == 1
 
 
+def test_hosts_behind_slow_links_stay_idle_where_they_only_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One host is tried by itself, also of models with too many cuts to look at all."""
+    levels = (Level("host", 4, 1e6), Level("network", 2, 1.0))
+    cluster = Cluster((Device("cpu"),) * 8, levels)
+    space = SearchSpace("any", (False,), ("1f1b",), (4,), (0,))
+    ticking(monkeypatch)
+    plan = explored(chain(100), cluster, space, time_limit=2.0)
+    assert {rank for stage in plan.stages for rank in stage.ranks} == {0, 1, 2, 3}
+    assert any("ranks 4, 5, 6, 7 stay idle" in note for note in plan.notes)
+
+
 @pytest.mark.slow
 def test_better_plans_are_told_with_their_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, product
+from itertools import accumulate, count, product
+from operator import mul
 
 import numpy as np
 
@@ -112,24 +113,29 @@ class FirstPlans:
                 heapq.heappush(heap, (seconds, next(ticket), seconds, branch))
 
     def _branches(self) -> Iterator[Branch]:
-        """Every setting with equally many replicas of all stages, and any, in orders of devices."""
+        """Every setting and replicas on all devices, in some orders, or as many as a link joins."""
         cluster, space = self.trials.cluster, self.space
-        ranks = len(cluster.devices)
-        counts = space.counts(ranks)
-        few = tuple(r for r in counts if r <= FEW or ranks % r == 0 or space.widths)
-        menus = [few] if space.widths or space.replicas == "any" else []
-        menus += [] if space.widths else [(r,) for r in counts]
         orders = arrangements(cluster)[0][:MOST_ORDERS]
         if space.in_order and space.stages:
             orders = (tuple(range(space.stages)),)
-        for setting, menu, order in product(self.settings, dict.fromkeys(menus), orders):
-            used = len(order)
+        every = len(orders[0])
+        sizes = accumulate((level.size for level in cluster.levels), mul, initial=1)
+        few = [size for size in sizes if size < every and space.idle]
+        shapes = [one for n in (every, *few) for one in product(self._menus(n), orders, (n,))]
+        for setting, (menu, order, used) in product(self.settings, shapes):
             if space.widths or len(menu) == 1:
                 used = sum(space.widths) or menu[0] * (space.stages or used // menu[0])
-            if 0 < used <= len(order) and (used == len(order) or space.idle):
+            if 0 < used <= every and (used == every or space.idle):
                 prepared, seats = self.parts[setting].prepared, Seats(cluster, order[:used])
                 yield Branch(prepared, space, setting, seats, menu, space.stages)
         yield from self.sharing
+
+    def _menus(self, ranks: int) -> Iterable[tuple[int, ...]]:
+        """Replicas that a stage may have on so many ranks: any, and the same for all stages."""
+        space, counts = self.space, self.space.counts(ranks)
+        few = tuple(r for r in counts if r <= FEW or ranks % r == 0 or space.widths)
+        menus = [few] if space.widths or space.replicas == "any" else []
+        return dict.fromkeys(menus + ([] if space.widths else [(r,) for r in counts]))
 
     def _least(self, branch: Branch) -> float:
         """Seconds of a step, about, where messages and sums are free and stages suit them."""
