@@ -61,10 +61,8 @@ MAX_TRIED = 400  # candidates that branches simulate, in all, once some plan is 
 SEARCHING = 0.75  # of the time; then what was put off is settled
 ALONE = 0.6  # of the time for one stage a rank, where ranks may hold several
 SETTLING = 0.9  # of the time; the rest is for moving groups of the best
-MAX_MOVES = 200  # of single groups, in the end
 GAIN = 1e-3  # relative, of a move whose plan takes long to make
 LITTLE = 1.0  # seconds, in which a plan may always be made
-WORTH = 0.03  # of a step: then one is made even if time is over
 BRIEF = 1.0  # seconds of a search for what would help
 PREFERRING, LONGEST = 0.15, 4.0  # of the time, at most so many seconds, for `border_cuts`
 PROVER = "branch and bound, dynamic program over ideals x replicas"
@@ -142,7 +140,8 @@ class PlanSearch:
             heap.append((branch.bound, next(ticket), branch))
         heapq.heapify(heap)
         while heap and heap[0][0] < trials.below:
-            if trials.some and not heap[0][2].sharp and not trials.over(1.0):
+            unsure = trials.some and not heap[0][2].sharp and heap[0][0] < self.floor
+            if unsure and not trials.over(1.0):
                 branch = heapq.heappop(heap)[2]
                 branch.sharpen()
                 heapq.heappush(heap, (branch.bound, next(ticket), branch))
@@ -161,7 +160,8 @@ class PlanSearch:
         trials = self.trials
         if self.space.cut_alone:  # ends by itself, with a plan
             return ""
-        if trials.some and not branch.space.placement and not branch.prepared.complete:
+        known = self.bounds or not branch.space.placement  # first plans were sought
+        if trials.some and known and not branch.prepared.complete:
             return branch.left_out
         if trials.some and trials.tried - tried >= MAX_TRIED:  # without a plan, time alone ends it
             return f"{MAX_TRIED} plans were tried"
@@ -170,18 +170,12 @@ class PlanSearch:
 
     def improve(self) -> None:
         """Move groups of the best candidate over a boundary as long as that helps."""
-        trials, kept = self.trials, 0.0
-        if not trials.found or (
-            self.sketch and not self._prepared(self.space.microbatches[0]).complete
-        ):
+        trials, complete = self.trials, self._prepared(self.space.microbatches[0]).complete
+        if not trials.found or (self.sketch and not complete):
             return
-        if self.tolerance > 0 and not self.sketch:
-            kept = 2 * trials.making(trials.best, anew=True)  # of a cut at borders, if it is faster
-        most = trials.tried + MAX_MOVES
 
         def ends() -> bool:
-            over = trials.over(1.0) or trials.tried > most or self.budget.left < kept
-            return over or self.floor >= trials.below * (1 - EQUAL)
+            return trials.over(1.0) or self.floor >= trials.below * (1 - EQUAL)
 
         gain = EXACT if trials.quick(trials.best) else GAIN
         move_groups(trials, ends, gain, decide=self.space.decides_recomputation)
@@ -336,11 +330,9 @@ def _preferred(
         found, certificate, search.graph_at(setting.num_microbatches), search.tolerance,
         update=update, fits=fits, seconds=left,
     )  # fmt: skip
-    chosen, scale = replace(candidate, stage_of=stage_of), setting.scale
+    chosen = replace(candidate, stage_of=stage_of)
     if not making and trials.making(chosen) > max(search.whole.left, LITTLE):
-        before = trials.price(certificate.objective_seconds * scale, candidate)
-        if trials.price(judged.objective_seconds * scale, chosen) > before * (1 - WORTH):
-            return candidate, certificate, ()
+        return candidate, certificate, ()
     return chosen, judged, notes
 
 
