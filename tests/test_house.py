@@ -26,17 +26,17 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_555),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_149,
+        9_155,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_680),
     "schedules": (
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
-        5_683,
+        5_685,
     ),
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_420),
     "verify": (("passes/verify",), 1_515),
     "parts": (("passes/parts", "pdcompile/parts"), 3_954),
-    "runtime": (("runtime",), 9_720),
+    "runtime": (("runtime",), 9_727),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_539,

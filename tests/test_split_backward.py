@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import pdcompile
 from pdcompile.eager import split_backward
-from pdcompile.eager.gradients import memory_of, shared_memory
+from pdcompile.eager.gradients import memory_of
 from pdcompile.eager.split_backward import Entrance, Rest, accumulate, first_part
 from pdcompile.ir import stage_run
+from pdcompile.runtime.stage.gradients import shared_memory
 from tests.helpers import models
 from tests.helpers.cases import case
 from tests.helpers.launch import processes

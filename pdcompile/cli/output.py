@@ -131,7 +131,7 @@ def check_places(given: Mapping[str, Any]) -> None:
         with errors_as(ConfigError, "cannot write the file", path, _ELSEWHERE):
             if not tried.is_fifo():  # whose reader would see the end
                 tried.open("a").close()
-        if tried != place:
+        if there != place:
             tried.unlink(missing_ok=True)
 
 

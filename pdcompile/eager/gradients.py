@@ -8,22 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdcompile.releases.torch_internals import storage_uses
-
 
 def memory_of(gradient: Tensor) -> int:
     """The address of the memory that holds the gradient's numbers."""
     numbers = gradient._values() if gradient.is_sparse else gradient
     return numbers.untyped_storage().data_ptr()
-
-
-def shared_memory(gradients: Iterable[Tensor]) -> set[int]:
-    """Memory that other tensors have, too, besides what these are views of (and the storage)."""
-    return {
-        memory_of(one)
-        for one in gradients
-        if one.is_sparse or storage_uses(one.untyped_storage()._cdata) > 2 + one._is_view()
-    }
 
 
 def norm_of(gradient: Tensor) -> Tensor:

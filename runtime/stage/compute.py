@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from pdcompile.batch.step_result import check_loss, scaled_loss
 from pdcompile.compiled import Compiled
 from pdcompile.eager.autocast import autocast_region
-from pdcompile.eager.gradients import shared_memory
 from pdcompile.eager.loss_scale import LossScale
 from pdcompile.eager.split_backward import Rest
 from pdcompile.ir.graph import size_at
@@ -34,7 +33,7 @@ from pdcompile.ir.stage_run import Flight, Microbatch, StageRun
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.runtime.device import RankDevice
-from pdcompile.runtime.stage.gradients import absent, is_absent
+from pdcompile.runtime.stage.gradients import absent, is_absent, shared_memory
 from pdcompile.runtime.stage.host_memory import brought
 from pdcompile.runtime.stage.weights import StageWeights
 from pdcompile.runtime.transport.contract import Expected, check_result

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from pdcompile.eager.gradients import added, gradient_hooks, memory_of
 from pdcompile.hardware import devices
+from pdcompile.releases.torch_internals import storage_uses
 from pdcompile.runtime.transport.parts_group import PartsGroup
 
 _LOWEST, _MIDDLE, _HIGHEST = 0xD3, 0xFF, 0x7F  # bytes of a NaN in every dtype, little-endian
@@ -35,6 +36,15 @@ def absent(like: Tensor) -> Tensor:
         mark = _mark(found.dtype)
         memmove(found.data_ptr(), mark, len(mark))
     return found
+
+
+def shared_memory(gradients: Iterable[Tensor]) -> set[int]:
+    """Memory that other tensors have, too, besides what these are views of (and the storage)."""
+    return {
+        memory_of(one)
+        for one in gradients
+        if one.is_sparse or storage_uses(one.untyped_storage()._cdata) > 2 + one._is_view()
+    }
 
 
 def is_absent(gradient: Tensor) -> bool:
