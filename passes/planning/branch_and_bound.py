@@ -160,8 +160,7 @@ class PlanSearch:
         trials = self.trials
         if self.space.cut_alone:  # ends by itself, with a plan
             return ""
-        known = self.bounds or not branch.space.placement  # first plans were sought
-        if trials.some and known and not branch.prepared.complete:
+        if trials.some and not branch.space.placement and not branch.prepared.complete:
             return branch.left_out
         if trials.some and trials.tried - tried >= MAX_TRIED:  # without a plan, time alone ends it
             return f"{MAX_TRIED} plans were tried"
