@@ -117,7 +117,7 @@ def test_more_stages_a_rank_idle_less() -> None:
 def test_all_stages_of_a_rank_fit_into_its_memory() -> None:
     """Less than the fastest plan needs: another cut; still less: stages that recompute."""
     cluster = Cluster.local(2)
-    options: dict[str, Any] = {"stages": 4, "cluster": cluster}
+    options: dict[str, Any] = {"stages": 4, "cluster": cluster, "time_limit": 20}
     free = compiled(partial(gpt, layers=4, tied=True), **options).plan
     assert free.forecast is not None
     most = max(ledger.total_bytes for ledger in free.forecast.ledgers)

@@ -43,12 +43,12 @@ from pdcompile.passes.partition.space.search_branches import (
 )
 from pdcompile.passes.partition.space.seats import arrangements
 from pdcompile.passes.planning.border_cuts import preferred
-from pdcompile.passes.planning.candidate_plan import making_seconds
 from pdcompile.passes.planning.memory_limits import SCOPE, within_ledgers
 from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.move_groups import move_groups
 from pdcompile.passes.planning.search.trials import EXACT, Sketched, Trials
 from pdcompile.passes.planning.solved_problem import with_problem
+from pdcompile.passes.stages.assemble import making_seconds
 from pdcompile.plan import NOT_CERTIFIED, Certificate, Plan, Training
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import Partition, PartitionProblem
@@ -140,16 +140,15 @@ class PlanSearch:
             heap.append((branch.bound, next(ticket), branch))
         heapq.heapify(heap)
         while heap and heap[0][0] < trials.below:
-            unsure = trials.some and not heap[0][2].sharp and heap[0][0] < self.floor
-            if unsure and not trials.over(1.0):
-                branch = heapq.heappop(heap)[2]
+            bound, _, branch = heap[0]
+            if trials.some and not branch.sharp and bound < self.floor and not trials.over(1.0):
                 branch.sharpen()
-                heapq.heappush(heap, (branch.bound, next(ticket), branch))
+                heapq.heapreplace(heap, (branch.bound, next(ticket), branch))
                 continue
-            if why := self._enough(heap[0][2], tried, until):
-                self._unfinished(*heap[0][::2], why)
+            if why := self._enough(branch, tried, until):
+                self._unfinished(bound, branch, why)
                 return
-            bound, _, branch = heapq.heappop(heap)
+            heapq.heappop(heap)
             go_on = self._open if branch.candidates is None else self._next
             go_on(branch)
             if branch.bound < math.inf:

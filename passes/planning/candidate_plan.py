@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pdcompile.cluster import Cluster
 from pdcompile.ir.graph import OpGraph
-from pdcompile.passes.costs.forecast import rehearsals
 from pdcompile.passes.simulate import simulate
 from pdcompile.passes.stages.assemble import plan_of_cut
 from pdcompile.plan import Plan, Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate
-
-OTHERS = 2e-4  # seconds an op of the graph, for all else
-
-
-def making_seconds(graph: OpGraph, stage_of: Sequence[int], others: float = 0.0) -> float:
-    """Seconds that `candidate_plan` takes, by what rehearsing has taken in this process: stages of
-    one size mostly are equal, and are rehearsed once.
-
-    Args:
-        stage_of: of every item.
-        others: seconds that all but rehearsing has taken before.
-    """
-    unlike = sum(set(Counter(stage_of).values())) / max(len(stage_of), 1)
-    rehearsing = rehearsals.each * unlike * len(graph.ops)
-    return max(others, OTHERS * len(graph.ops)) + rehearsing
 
 
 def candidate_plan(

@@ -7,6 +7,7 @@ between them comes from `boundaries`.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 
@@ -18,7 +19,13 @@ from pdcompile.cluster import Cluster, Level, ring_seconds
 from pdcompile.ir.graph import Op, OpCost, OpGraph, Ref, walk, written_buffers
 from pdcompile.ir.graph import fingerprint as graph_fingerprint
 from pdcompile.passes.costs import Resident
-from pdcompile.passes.costs.forecast import Progress, Rehearsal, rehearsals_of, residents
+from pdcompile.passes.costs.forecast import (
+    Progress,
+    Rehearsal,
+    rehearsals,
+    rehearsals_of,
+    residents,
+)
 from pdcompile.passes.costs.workspaces import Kernels
 from pdcompile.passes.stages import boundaries
 from pdcompile.passes.stages.kept_outputs import given_by, note_on_left_out
@@ -27,6 +34,20 @@ from pdcompile.problem.deployment import balanced_homes
 from pdcompile.units import format_bytes
 
 FINGERPRINT_DIGITS = 16  # hexadecimal, of each part
+OTHERS = 2e-4  # seconds an op of the graph, of a plan that is made, for all but rehearsals
+
+
+def making_seconds(graph: OpGraph, stage_of: Sequence[int], others: float = 0.0) -> float:
+    """Seconds that making a plan takes, with its forecast, by what rehearsing has taken in this
+    process: stages of one size mostly are equal, and are rehearsed once.
+
+    Args:
+        stage_of: of every item.
+        others: seconds that all but rehearsing has taken before.
+    """
+    unlike = sum(set(Counter(stage_of).values())) / max(len(stage_of), 1)
+    rehearsing = rehearsals.each * unlike * len(graph.ops)
+    return max(others, OTHERS * len(graph.ops)) + rehearsing
 
 
 def plan_of_cut(

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcompile.passes.partition.budget import Budget, Late, handle_interrupts
-from pdcompile.passes.partition.chains import evenest
+from pdcompile.passes.partition.chains import evenest, groups_of, straight_chains
 from pdcompile.passes.partition.round_trips import likely_groups
 from pdcompile.passes.partition.segments import Matrix, Segments
 from pdcompile.passes.partition.space.candidates import evaluation, violations
@@ -48,6 +48,8 @@ CLOSE, MOST_CHAINS = 1e-4, 150  # relative, of the bound: where it ends, or afte
 STEP = 0.5  # of the way from the best shares to those of the linear program, every other time
 MARGINS = (0.0, 0.05, 0.1, 0.2)  # of the memory, for what ops hold and items do not say
 ROUNDS = 4  # for each of them
+MAX_CUTS, MORE = 500, 1.5  # of small problems, whose largest load is so much at most
+MANY_BEGUN = 5_000  # chains of these, until the search for more of them ends
 LEAST = 0.1  # of an equal share, for every stage
 SOME = "of ranks that hold several stages only likely cuts were tried"
 
@@ -181,9 +183,10 @@ class StagesInTurn:
         held = trained + each * np.array(model.frozen_bytes, dtype=float)
         return (model.forward + held).tolist(), (model.backward + trained).tolist()
 
-    def candidates(self, _: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
-        """(bound, candidate), None for one that breaks something."""
-        return ((0.0, self.part.allowed(one)) for one in self._made())
+    def candidates(self, below: Callable[[], float]) -> Iterator[tuple[float, Candidate | None]]:
+        """(bound, candidate), None for one that breaks something; `below()` is infinite as long as
+        there is no plan, and 0 once time is over."""
+        return ((0.0, self.part.allowed(one)) for one in self._made(below))
 
     def likely(self) -> Iterator[Candidate]:
         """Cuts at positions into equal loads, and where messages cost little, for every choice of
@@ -194,15 +197,23 @@ class StagesInTurn:
             found = self._recomputing(stage_of)
             yield from (one for one in found if not violations(problem, cluster, one))
 
-    def _made(self) -> Iterator[Candidate]:
+    def _made(self, below: Callable[[], float]) -> Iterator[Candidate]:
         """The cut that suits the order of tasks and that of equal loads, with what fits of their
-        kind."""
+        kind; where nothing does, of small problems those whose loads differ little."""
         segments = self.prepared.segments
         suits = self.cut.shares.clip(LEAST / len(self.counts))
         for stage_of in (self._quickest(segments, suits), self._cut(segments)):
             for one in self._recomputing(stage_of):
                 yield one
                 yield from self._fitted(one)
+        if not self.prepared.complete or below() < np.inf:
+            return
+        loads = self._loads(segments)
+        chains = straight_chains(segments, loads.__getitem__, len(loads), keep=True)
+        most = MORE * chains.solve()
+        similar = chains.enumerate(lambda: most * (below() == np.inf), MANY_BEGUN)
+        for _, pieces in islice(similar, MAX_CUTS):
+            yield from self._recomputing(segments.model.items_of(groups_of(segments, pieces)))
 
     def on(self, *, again: bool = False) -> Deployment:
         """Deployment of the stages, all of them recomputing or none."""

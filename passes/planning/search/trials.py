@@ -23,8 +23,8 @@ from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.known_paths import KnownPaths
 from pdcompile.passes.partition.space.candidates import choices, describe, evaluation
 from pdcompile.passes.partition.space.pipelines import PreparedProblem, filled, limited, timed
-from pdcompile.passes.planning.candidate_plan import candidate_plan, making_seconds
-from pdcompile.passes.stages.assemble import sum_seconds
+from pdcompile.passes.planning.candidate_plan import candidate_plan
+from pdcompile.passes.stages.assemble import making_seconds, sum_seconds
 from pdcompile.plan import Alternative, Plan, Training
 from pdcompile.problem import PartitionProblem
 from pdcompile.problem.space import Candidate
