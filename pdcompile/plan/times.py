@@ -197,7 +197,8 @@ class PipelineTimes:
         for (s, t), seconds in round_trips(self).items():
             ahead = horizon(self._turns(s), in_flight[s])
             ahead -= horizon(self._turns(t), in_flight[t] - 1)
-            worst = max(worst, seconds / ahead)
+            if ahead > 0:  # replicas whose turns are minibatches may hold more than stages before
+                worst = max(worst, seconds / ahead)
         return worst
 
     def makespan(

@@ -145,6 +145,19 @@ def test_a_stream_takes_at_least_its_period(plan: Plan, rate: float) -> None:
     )
 
 
+def test_stages_that_hold_as_many_as_an_earlier_one_have_a_period() -> None:
+    """Two replicas with three forwards ahead each hold the six of the first stage."""
+    edges = (
+        Edge("a", 0, (1, 2), 1, True),
+        Edge("b", 1, (2,), 1, True),
+        Edge("c", 2, (3,), 1, True),
+    )
+    plan = make_plan("async", 4, 1, replicas=(1, 1, 2, 2), edges=edges)
+    plan, cluster = on_cluster(plan, Level("host", 6, 1e9))
+    times = times_of(plan, cluster, [edge.value for edge in plan.edges])
+    assert times.period([depth + 1 for depth in plan.training.warmup], 1) == pytest.approx(3.0)
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 2), (4,)])
 @pytest.mark.parametrize("rate", [1e9, 2.0])
