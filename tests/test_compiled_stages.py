@@ -222,7 +222,7 @@ def test_images_are_what_convolutions_made_for_other_stages() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_images_pass_with_channels_last(tmp_path: Path, schedule: str) -> None:
-    """What ranks have compiled ahead takes them, and masks are those of eager."""
+    """Images go over borders as ranks compiled for ahead, and masks are those of eager."""
     agree(processes(AHEAD, 2, tmp_path, schedule, "inductor"), 2)
 
 

@@ -15,13 +15,13 @@ from pdcompile.cluster import Cluster
 from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.planning.optimizer_state import ADAM, OptimizerCosts, optimizer_costs
 from pdcompile.passes.simulate import simulate
-from pdcompile.passes.simulate.ledger import held_over_time
+from pdcompile.passes.simulate.ledger import _StageLedger, held_over_time
 from pdcompile.plan import MemoryLedger, Plan, TiedParameter, Training
 from pdcompile.problem import Item, PartitionProblem, SharedParameter, StageLimits, Traffic
 from pdcompile.problem.space import Setting
 from pdcompile.schedule.spec import BUCKET_BYTES
 from tests.helpers.problems import measure
-from tests.helpers.schedules import chain, make_plan
+from tests.helpers.schedules import chain, make_plan, plans
 
 
 def ledgers(plan: Plan) -> tuple[MemoryLedger, ...]:
@@ -198,6 +198,32 @@ def test_a_value_for_another_stage_of_the_rank_is_held_once() -> None:
         assert plan.stages[1].ranks == plan.stages[2].ranks == (1,)
         one = ledgers(plan)[1]
         assert (one.receive_bytes, one.send_bytes) == (10 * values, 0)
+
+
+@settings(max_examples=60)
+@given(plans(max_stages=6, max_microbatches=6, several=True), st.integers(0, 63))
+def test_all_stages_of_a_rank_count_whoever_changed_them(plan: Plan, recomputing: int) -> None:
+    """One stage of a rank changes what another holds where it hands over, or frees, a value."""
+    stages = tuple(
+        replace(one, saved_bytes=7 + s, loose_bytes=3, recompute=bool(recomputing >> s & 1))
+        for s, one in enumerate(plan.stages)
+    )
+    edges = tuple(replace(edge, bytes=100 + e) for e, edge in enumerate(plan.edges))
+    plan, noted = replace(plan, stages=stages, edges=edges), 0
+    with pytest.MonkeyPatch.context() as patch:
+        note = _StageLedger._note
+
+        def checked(self: _StageLedger, **during: int) -> None:
+            nonlocal noted
+            note(self, **during)
+            others = [one._parts() for one in self.held.values() if one is not self]
+            every = zip(self._parts(**during), *others, strict=True)
+            assert self.notes[-1] == tuple(map(sum, every))
+            noted += len(others)
+
+        patch.setattr(_StageLedger, "_note", checked)
+        simulate(plan)
+    assert (noted > 0) == (len({*plan.ranks}) < len(plan.stages))
 
 
 def test_a_stage_that_recomputes_holds_activations_only_while_it_runs() -> None:

@@ -246,7 +246,7 @@ def test_gradients_that_are_kept_are_not_added_to() -> None:
 
 
 def test_memory_that_other_tensors_have() -> None:
-    """What a view is of does not count, unless that is asked about, too; of sparse ones all may."""
+    """Bases of views do not count, unless they are asked about, too; of sparse ones all may."""
     made = torch.randn(16)
     view = made.view(4, 4)
     assert shared_memory([view]) == set()

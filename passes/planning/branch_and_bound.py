@@ -208,9 +208,9 @@ class PlanSearch:
             self.proved, branch.bound = _best_cut(self, branch, branch.straight_problem), math.inf
             return
         branch.sharpen()
-        pipelines, budget = branch.pipelines(), self.budget if self.sketch else None
+        pipelines = branch.pipelines(self.budget if self.sketch else None)
         try:
-            bound = pipelines.bound(budget) * branch.setting.scale
+            bound = pipelines.bound() * branch.setting.scale
         except OutOfTimeError:  # the bound of a plan that there is may take longer
             return
         if not (left_out := branch.left_out):

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
 from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,6 @@ _CONTAINERS = (dict, SimpleNamespace, list, tuple)
 _VALUES = (bool, int, float, complex, str, bytes, range, torch.device, torch.dtype, torch.Size)
 
 Alike = Callable[[torch.Tensor, torch.Tensor], bool]
-identical: Alike = is_  # the same object
 
 MISSING = object()  # the value of an attribute that is not there
 

@@ -12,12 +12,16 @@ import pytest
 
 from pdcompile.cluster import Cluster, Device, Level
 from pdcompile.pass_runner import Listener
+from pdcompile.passes.partition.space import pipelines
+from pdcompile.passes.partition.space.pipelines import graph_free_ledgers
 from pdcompile.passes.partition.space.search_branches import Branch
+from pdcompile.passes.planning.branch_and_bound import PlanSearch
 from pdcompile.passes.planning.search import trials as trials_of_search
 from pdcompile.passes.planning.search.first_plans import FirstPlans
 from pdcompile.passes.planning.search.trials import Trials
 from pdcompile.plan import Plan
 from pdcompile.problem.space import Candidate, SearchSpace
+from pdcompile.schedule.registry import KINDS
 from tests.helpers.clocks import TICK, ticking
 from tests.helpers.graphs import chain
 from tests.test_space.test_branch_and_bound import explored, step_seconds
@@ -227,6 +231,48 @@ def test_hosts_behind_slow_links_stay_idle_where_they_only_cost(
     plan = explored(chain(100), cluster, space, time_limit=2.0)
     assert {rank for stage in plan.stages for rank in stage.ranks} == {0, 1, 2, 3}
     assert any("ranks 4, 5, 6, 7 stay idle" in note for note in plan.notes)
+
+
+def test_no_ledger_is_made_of_what_takes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes as long as all else; the ledgers of the plan that is chosen are looked at."""
+    walked = list[Candidate]()
+
+    def ledgers(problem: object, cluster: Cluster, candidate: Candidate) -> object:
+        walked.append(candidate)
+        return graph_free_ledgers(problem, cluster, candidate)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pipelines, "graph_free_ledgers", ledgers)
+    ticking(monkeypatch)
+    for memory, some in ((10**12, False), (2 * 10**4, True)):
+        walked.clear()
+        plan = searched(2.0, Told(), memory, layers=100)
+        assert bool(walked) is some
+        assert plan.forecast is not None
+        assert max(ledger.total_bytes for ledger in plan.forecast.ledgers) <= memory
+
+
+def test_bounds_that_change_nothing_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks that hold several stages: where settings of one stage a rank are left open with a
+    bound as low, no other makes a gap smaller."""
+    sharpened, sharpen = list[Branch](), Branch.sharpen
+
+    def told(self: Branch) -> None:
+        sharpened.append(self)
+        sharpen(self)
+
+    monkeypatch.setattr(Branch, "sharpen", told)
+    monkeypatch.setattr(PlanSearch, "_enough", lambda *_: "time was over")
+    monkeypatch.setattr(FirstPlans, "_bound", lambda _: None)
+    ticking(monkeypatch)
+    cluster = Cluster((Device("cpu"),) * 4, (Level("host", 4, 1e9),))
+    placement = KINDS["interleaved"].placement(8, 4)
+    shared = SearchSpace(
+        "1", (False,), ("interleaved",), (4,), stages=8, in_order=True, placement=placement
+    )
+    space = SearchSpace("1", (False,), ("1f1b",), (4,), sharing=(shared,))
+    plan = explored(chain(100), cluster, space, time_limit=2.0)
+    assert plan.certificate.gap > 0
+    assert not [one for one in sharpened if one.space.placement]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +48,7 @@ CLOSE, MOST_CHAINS = 1e-4, 150  # relative, of the bound: where it ends, or afte
 STEP = 0.5  # of the way from the best shares to those of the linear program, every other time
 MARGINS = (0.0, 0.05, 0.1, 0.2)  # of the memory, for what ops hold and items do not say
 ROUNDS = 4  # for each of them
-MAX_CUTS, MORE = 500, 1.5  # of small problems, whose largest load is so much at most
-MANY_BEGUN = 5_000  # chains of these, until the search for more of them ends
+MANY_BEGUN, MORE = 5_000, 1.5  # chains of small problems, whose largest load is so much at most
 LEAST = 0.1  # of an equal share, for every stage
 SOME = "of ranks that hold several stages only likely cuts were tried"
 
@@ -164,7 +163,7 @@ class StagesInTurn:
         budget, (forward, backward) = Budget(SECONDS), self._seconds
         return any_cut(critical, np.array(speeds), sum(forward), sum(backward), lambda: budget.late)
 
-    def bound(self, _: Budget | None = None) -> float:
+    def bound(self) -> float:
         """Seconds of a minibatch that no such cut is below."""
         return self.cut.least(*self._seconds) * (1 - 1e-9)
 
@@ -211,8 +210,7 @@ class StagesInTurn:
         loads = self._loads(segments)
         chains = straight_chains(segments, loads.__getitem__, len(loads), keep=True)
         most = MORE * chains.solve()
-        similar = chains.enumerate(lambda: most * (below() == np.inf), MANY_BEGUN)
-        for _, pieces in islice(similar, MAX_CUTS):
+        for _, pieces in chains.enumerate(lambda: most * (below() == np.inf), MANY_BEGUN):
             yield from self._recomputing(segments.model.items_of(groups_of(segments, pieces)))
 
     def on(self, *, again: bool = False) -> Deployment:

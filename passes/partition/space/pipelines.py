@@ -168,9 +168,12 @@ class Part:
 class Pipelines:
     """Everything that a part of the space allows."""
 
-    def __init__(self, part: Part, *, segments: Segments | None = None, likely: bool = False):
+    def __init__(
+        self, part: Part, *, segments: Segments | None = None, likely: bool = False,
+        budget: Budget | None = None,
+    ) -> None:  # fmt: skip
         """`segments`: where cuts may lie, if not at every ideal; `likely`: by load, with the depths
-        that are likely, not by bound."""
+        that are likely, not by bound; `budget`: ends the bound."""
         self.part, self.setting, self.seats = part, part.setting, part.seats
         self.segments = part.prepared.segments if segments is None else segments
         space, stages, model = part.space, part.stages, self.segments.model
@@ -184,15 +187,14 @@ class Pipelines:
         )  # fmt: skip
         self.chains = Chains(
             len(self.segments.ideals), len(part.seats.ranks), menu, self.matrices.costs, stages,
-            recomputed=space.recomputed, widths=space.widths,
+            recomputed=space.recomputed, widths=space.widths, budget=budget,
         )  # fmt: skip
 
-    def bound(self, budget: Budget | None = None) -> float:
+    def bound(self) -> float:
         """A lower bound of all candidates (if the ideals are all), infinite if there is none.
 
-        Seconds per microbatch without a flush, seconds of a minibatch with one; OutOfTimeError.
+        Seconds per microbatch without a flush, of a minibatch with one.  Raises OutOfTimeError.
         """
-        self.chains.budget = budget
         return self.chains.solve() * (1 - 1e-12)
 
     def candidates(

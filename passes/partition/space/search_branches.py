@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import product
 
 from pdcompile.cluster import Cluster
+from pdcompile.passes.partition.budget import Budget
 from pdcompile.passes.partition.space.candidates import scheduled
 from pdcompile.passes.partition.space.in_turn import SOME, StagesInTurn
 from pdcompile.passes.partition.space.pipelines import (
@@ -64,9 +65,9 @@ class Branch(Part):
             self.bound = max(self.bound, self._in_turn.bound())
         self.sharp = True
 
-    def pipelines(self) -> Pipelines | StagesInTurn:
-        """All candidates of the branch, or those that are tried."""
-        return self._in_turn if self.space.placement else Pipelines(self)
+    def pipelines(self, budget: Budget | None) -> Pipelines | StagesInTurn:
+        """All candidates of the branch, or those that are tried; their bound may end in time."""
+        return self._in_turn if self.space.placement else Pipelines(self, budget=budget)
 
     def likely(self, share: float) -> Iterator[Candidate]:
         """Candidates that are quickly found, of stages with a rank of their own those that take
