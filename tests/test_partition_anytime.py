@@ -116,6 +116,29 @@ def test_every_line_says_plan_bound_and_gap_and_they_only_improve() -> None:
     assert certificate.gap == 0
 
 
+@pytest.mark.parametrize(
+    ("layers", "stages", "steps"),
+    [(207, 7, set()), (201, 4, {"cut_by_program"}), (205, 8, {"cut_by_program", "_kicked"})],
+)
+def test_a_plan_next_to_its_bound_is_not_improved_at_length(
+    layers: int, stages: int, steps: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large problem is cut coarsely first: cuts between all of its groups, and kicks after them,
+    come where there is news to find."""
+    called = set()
+
+    def noted(owner: object, name: str) -> None:
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (called.add(name), plain(*args))[1])
+
+    noted(search, "cut_by_program")
+    noted(search.LocalSearch, "_kicked")
+    problem = chain_problem([1.0] * layers, stages, objective="flush", num_microbatches=8)
+    found = search.solve(problem, Budget(20.0, patience=0.1))
+    assert called == steps
+    assert found.near == ("_kicked" not in steps)
+
+
 def test_a_bound_alone_is_told_as_well() -> None:
     """A bound has nothing to be compared with where there is no plan; with one, each counts."""
     problem = chain_problem([1.0, 2.0, 3.0], 2)

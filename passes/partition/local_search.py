@@ -35,7 +35,7 @@ class LocalSearch:
     Args:
         plan_of: an assignment of groups, on the deployment that all of them have.
         offer: seconds of an assignment, if they are less than so many.
-        ends: True once time is over.
+        ends: True once time is over, or nothing more can be won.
     """
 
     model: Model
@@ -63,16 +63,11 @@ class LocalSearch:
                     break
                 near.know(paths)
 
-    def go_on(
-        self,
-        best: Callable[[], tuple[Groups, float]],
-        draws: random.Random,
-        ends: Callable[[], bool],
-    ) -> None:
+    def go_on(self, best: Callable[[], tuple[Groups, float]], draws: random.Random) -> None:
         """Climbs from near the best assignment that there is, with its seconds, until that gains
         nothing any more (iterated local search: Lourenço, Martin and Stützle, 2003)."""
         kicks = 0
-        while kicks < KICKS and not ends():
+        while kicks < KICKS and not self.ends():
             groups, seconds = best()
             kicked = self._kicked(groups, draws)
             if (found := self.offer(kicked, math.inf)) is not None:

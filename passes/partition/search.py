@@ -92,6 +92,11 @@ class Search:
     def proved(self) -> bool:
         return self.best is not None and self.upper - self.bound <= EQUAL * self.upper
 
+    @property
+    def near(self) -> bool:
+        """True where no better plan would be news."""
+        return self.upper - self.bound < NEWS * self.upper
+
     def news(self) -> None:
         """Wait for what is better than the plan and the bound that there are now."""
         self._known = self.upper, self.bound
@@ -136,14 +141,16 @@ def solve(
     model = build(problem)
     search = Search(problem, model, budget, seed, progress)
     search.prove(simple_bound(model), "relaxation")
-    cut_by_program(search)
-    if search.best is None:
-        find_any(search)
-    for step in (_bound, improve, prove):
+    cut_coarsely(search)
+    bound(search)
+    if not (search.paths and search.near):
+        cut_by_program(search)
+    find_any(search)
+    bound(search)
+    search.news()  # patience begins where plan and bound are those of a whole search
+    for step in (improve, prove):
         if search.best is not None and not search.proved and not search.budget.late:
             step(search)
-        if step is _bound:  # patience begins where plan and bound are those of a whole search
-            search.news()
     return search
 
 
@@ -162,25 +169,24 @@ def any_assignment_of(
         search = Search(straight, build(straight), budget, seed)
     except InfeasibleError:
         return None
-    cut_by_program(search)
-    if search.best is None:
-        find_any(search)
+    for step in (cut_coarsely, cut_by_program, find_any):
+        if search.best is None:
+            step(search)
     if search.best is None and not search.impossible:
         raise OutOfTimeError
     return None if search.best is None else search.best.stage_of
 
 
-def cut_by_program(search: Search) -> None:
-    """Dynamic program: exact over all ideals when they are few, else a start.
-
-    Large problems get a plan from a coarse model first.
-    """
-    model, budget = search.model, search.budget
-    if model.num_groups > FIRST:
-        quick = contracted(model, FIRST, FIRST)
+def cut_coarsely(search: Search) -> None:
+    """Dynamic program on a coarse model, for the first plan of a large problem."""
+    if search.model.num_groups > FIRST:
+        quick = contracted(search.model, FIRST, FIRST)
         run_program(search, Segments(quick, positions(quick)), None)
-        if search.budget.late and search.best is not None:
-            return
+
+
+def cut_by_program(search: Search) -> None:
+    """Dynamic program: exact over all ideals when they are few, else a start."""
+    model, budget = search.model, search.budget
     small = contracted(model, MAX_IDEALS - 1, MAX_COARSE)
     ideals = all_ideals(small, MAX_IDEALS, lambda: budget.late)
     if ideals is None and model.num_groups > FIRST and search.best is not None:
@@ -218,7 +224,7 @@ def run_program(search: Search, segments: Segments, budget: Budget | None) -> No
 def find_any(search: Search) -> None:
     """Looks for any plan by CP-SAT, where there is none yet."""
     model = search.model
-    if search.impossible or search.budget.late or _too_large(model):
+    if search.best or search.impossible or search.budget.late or _too_large(model):
         return
     with suppress(OutOfTimeError):
         groups = any_assignment(model, search.budget, search.seed)
@@ -227,38 +233,37 @@ def find_any(search: Search) -> None:
             search.offer(groups, below=math.inf)
 
 
-def _bound(search: Search) -> None:
-    """Bounds the objective along the heaviest path."""
+def bound(search: Search) -> None:
+    """Bounds the objective along the heaviest path, once there is a plan."""
+    if search.best is None or search.proved or search.prover == ALONG or search.budget.late:
+        return
     found = straight_bound(search.model, search.bound, search.upper, lambda: search.budget.late)
     search.prove(min(found, search.upper), ALONG)
 
 
 def improve(search: Search) -> None:
     """Local search from each start, and from near the best where known paths make that cheap (not
-    for streams); half of the patience is left."""
+    for streams), as long as there is news to find; half of the patience is left."""
     until = search.budget.spent + MOVING * search.budget.left
-    least = min(search.starts.values())
+    patience = search.budget.patience / 2
+
+    def ends() -> bool:
+        late = search.budget.spent > until or search.budget.waits < patience
+        return late or search.near or search.budget.late
+
     local = LocalSearch(
         search.model,
         lambda groups: Evaluation(search.problem, search.model.items_of(groups)),
         lambda groups, below: search.offer(groups, below=below),
-        lambda: _ends(search, until),
+        ends,
         search.known,
     )
+    least = min(search.starts.values())
     for seconds, start in sorted((seconds, start) for start, seconds in search.starts.items()):
         if seconds <= LIKELY * least:
             local.climb(start, seconds)
-    patience = search.budget.patience / 2
     if search.paths:
-        local.go_on(
-            lambda: (search.groups, search.upper),
-            random.Random(search.seed),
-            lambda: search.budget.waits < patience or _ends(search, until),
-        )
-
-
-def _ends(search: Search, until: float) -> bool:
-    return search.proved or search.budget.late or search.budget.spent > until
+        local.go_on(lambda: (search.groups, search.upper), random.Random(search.seed))
 
 
 def prove(search: Search) -> None:

@@ -233,8 +233,7 @@ def size_range(
     for largest in _upper_ends(sizes[0]):
         if largest <= max(sizes):
             break
-        reason = _misfit(record, recordings, sizes, largest)
-        if not reason:
+        if not (reason := _misfit(record, recordings, sizes, largest)):
             return SizeRange(smallest, largest, below, above)
         above = reason
     return SizeRange(smallest, max(sizes), below, above)

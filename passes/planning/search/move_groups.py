@@ -49,7 +49,7 @@ def move_groups(trials: Trials, ends: Callable[[], bool], gain: float, *, decide
         groups, _ = cuts.best()
         cheap = cuts.plan_of(groups).bounded and not prepared.complete
         if cheap and cuts.model.items_of(groups) == trials.best.stage_of:
-            search.go_on(cuts.best, random.Random(0), ends)
+            search.go_on(cuts.best, random.Random(0))
 
 
 @dataclass(frozen=True)

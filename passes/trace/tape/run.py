@@ -136,17 +136,19 @@ def _restored(
     """
     model, kept = subject.model, subject.cached_tensors
     with in_mode(model, training):
-        before, flags = before or State(model), modes(model)
+        before, flags, changed = before or State(model), modes(model), True
         try:
             found = recorded()
             change = before.change(found.findings.assigned)
+            changed = change is not None
             # What forward switches stays so in the next call, until the model's own mode changes.
             if change is not None and modes(model) != flags and not same(found, recorded()):
                 raise change
             kept.change = kept.change or change
-            return found if change is None else replace(found, after=State(model))
+            return replace(found, after=State(model)) if changed else found
         finally:
-            before.restore()
+            if changed:  # also by a run that failed
+                before.restore()
 
 
 def same(one: Recording, other: Recording) -> bool:
