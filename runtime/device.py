@@ -8,6 +8,7 @@ proved to do in its order is done in that order on the device.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -76,13 +77,9 @@ class Deferred:
     def __init__(self, done: Any, start: Callable[[], Any]) -> None:
         self._done = done
         self._start: Callable[[], Any] | None = start
-        self._over = Flag()
+        self.over = Flag()
         self._work: Any = None
         self._failed: str | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self._over.is_set()
 
     def run(self) -> None:
         """Wait for the event, and begin."""
@@ -99,10 +96,10 @@ class Deferred:
     def drop(self) -> None:
         """Let go of everything; who waits goes on."""
         self._done = self._start = None
-        self._over.set()
+        self.over.set()
 
     def wait(self) -> None:
-        self._over.wait()
+        self.over.wait()
         if self._failed is not None:
             raise RuntimeError(self._failed)
         work, self._work = self._work, None
@@ -121,7 +118,7 @@ class Starter:
     def begin(self, done: Any, start: Callable[[], Any]) -> Any:
         """Begin when the device is past `done`, or at once if nothing before waits; returns the
         Work of that."""
-        self._waiting = [one for one in self._waiting if not one.begun]
+        self._waiting = [one for one in self._waiting if not one.over.is_set()]
         if done is None and not self._waiting:
             return start()
         found = Deferred(done, start)
@@ -144,7 +141,7 @@ class Starter:
 def _run_all(queue: SimpleQueue[Deferred]) -> None:
     while True:
         one = queue.get()
-        if not one.begun:
+        if not one.over.is_set():
             one.run()
         del one  # while nothing comes
 
@@ -161,7 +158,7 @@ class RankDevice:
 
     def making(self) -> AbstractContextManager[object]:
         """Context of a forward: tensors that it makes of nothing are on the device."""
-        return nullcontext()
+        return devices.making(self.device)
 
     def empty(self, num_bytes: int) -> Tensor:
         """Memory on the device."""
@@ -218,9 +215,6 @@ class QueuedDevice(RankDevice):
         finally:
             users.wait_stream(self._compute)
 
-    def making(self) -> AbstractContextManager[object]:
-        return self.device
-
     @torch.no_grad()
     def place(self, tensor: Tensor, *, pinned: bool = False) -> Tensor:
         if not devices.on_host(tensor):
@@ -260,6 +254,15 @@ class QueuedDevice(RankDevice):
         self._starter.abandon()
 
 
+def keep_freed_memory() -> None:
+    """Lets glibc keep what tensors free for the next ones, unless the environment tunes it: at the
+    end of a step more is free than it keeps, and the next one waits for pages to be mapped anew."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(n.startswith(("MALLOC_", "GLIBC_T")) for n in os.environ):
+        for threshold in (-1, -3):  # of trimming, and of blocks that are mapped one by one
+            mallopt(threshold, (1 << 31) - 1)  # bytes
+
+
 def device_of(plan: Plan, ranks: Collection[int], *, alone: bool) -> RankDevice:
     """The device of a process that has these ranks.
 
@@ -272,9 +275,9 @@ def device_of(plan: Plan, ranks: Collection[int], *, alone: bool) -> RankDevice:
     own = [plan.machines.devices[rank] for rank in ranks]
     others = {device.kind for device in own if not device.on_host}
     if not others:
+        keep_freed_memory()
         return RankDevice()
-    count = devices.gpus()
-    if not count:
+    if not (count := devices.gpus()):
         raise LaunchError(
             f"the plan has this process on {', '.join(sorted(others))}, and torch finds no GPU",
             where="plan: cluster",

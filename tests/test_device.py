@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -25,6 +28,7 @@ from tests.helpers.simulated_gpu import GPU, Event, SimulatedGpu, Stream
 from tests.test_device_order_run import LOCAL, SINGLE, trained
 from tests.test_runtime_distributed import BITWISE, FAILURES, OWN_LOOP
 
+ROOT = Path(__file__).parent.parent
 ONE_OF_TWO_CALLS_AGO = "Loss.wait"
 
 SIMULATED = """
@@ -40,6 +44,33 @@ found = {one for one in gpu.violations if "is freed while" not in one or not "FA
 assert not found, sorted(found)[:10]
 say("in order,", "copied" if gpu.copied_bytes else "nothing was copied")
 """
+
+FREED = """
+import ctypes, os, resource
+import torch
+from tests.helpers.models import mlp
+import pdcompile
+
+def kept():
+    pdcompile.compile(mlp(), torch.zeros(4, 16), stages=2, microbatches=2, progress=False)
+    faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+    for _ in range(3):  # of more bytes than any that glibc keeps by itself
+        torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    return faults[3] - faults[2] < 1000
+
+os.environ["MALLOC_ARENA_MAX"] = "4"
+print(kept())
+del os.environ["MALLOC_ARENA_MAX"]
+print(kept() == hasattr(ctypes.CDLL(None), "mallopt"))
+"""
+
+
+def test_freed_memory_is_used_again_unless_the_environment_tunes_malloc() -> None:
+    others = {name: v for name, v in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", FREED]
+    assert subprocess.check_output(command, env=others, cwd=ROOT, text=True) == "False\nTrue\n"
+
 
 # -- in one process ------------------------------------------------------------------------------
 

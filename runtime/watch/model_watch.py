@@ -134,7 +134,9 @@ class ModelWatch:
         if in_flight and replaced:
             raise in_flight_error(replaced[0][2], "replaced by another tensor", "a buffer")
         if in_flight and self._gradient_hooks() != self._hooks:
-            raise in_flight_error(self._rehooked(), "given another gradient hook", "a parameter")
+            pairs = zip_longest(self._hooks, self._gradient_hooks())
+            name = next((new or old)[0] for old, new in pairs if old != new)
+            raise in_flight_error(name, "given another gradient hook", "a parameter")
         self._check_values(in_flight)
         for at, tensor, name in replaced:
             old = self._buffers[at]
@@ -268,11 +270,6 @@ class ModelWatch:
 
     def _gradient_hooks(self) -> list[tuple[str, Any]]:
         return [(n, hook) for *_, n, tensor in self._parameters for hook in gradient_hooks(tensor)]
-
-    def _rehooked(self) -> str:
-        """The first parameter whose hooks changed."""
-        pairs = zip_longest(self._hooks, self._gradient_hooks())
-        return next((new or old)[0] for old, new in pairs if old != new)
 
 
 def _text(tensor: Any) -> str:
