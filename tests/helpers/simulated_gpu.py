@@ -286,7 +286,7 @@ class SimulatedGpu(TorchDispatchMode):
             drop(one)
 
         def waited(one: Any) -> None:
-            one._over.wait()
+            one.over.wait()
             self.host.learn(one.known)
             waiting(one)
 
