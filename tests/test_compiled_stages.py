@@ -73,10 +73,12 @@ BATCHES = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n i
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
 
-def trained(compiler: Any, *, opaque: bool = False, steps: int = 4, **options: Any) -> list[Tensor]:
+def trained(
+    compiler: Any, *, opaque: bool = False, steps: int = 4, images: bool = False, **options: Any
+) -> list[Tensor]:
     """Losses of so many steps and an evaluation, then parameters and buffers."""
     torch.manual_seed(0)
-    model = Model(opaque=opaque)
+    model = Skips() if images else Model(opaque=opaque)
     with pdcompile.compile(
         model, BATCHES[0], cluster=pdcompile.Cluster.local(2), microbatches=4, costs="estimated",
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -184,6 +186,29 @@ class Images(nn.Module):
         return self.c(y.view(-1, 8)).square().mean()
 
 
+class Skips(nn.Module):
+    """Its second stage takes two images with channels last, and sees neither's layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.c, self.d = nn.Conv2d(16, 4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x.view(-1, 1, 2, 4)))
+        x = self.c(torch.cat([x, self.b(x)], 1))
+        return self.d(x.sum(2).mean(2)).square().mean()
+
+
+@pytest.mark.slow
+def test_images_that_stay_with_channels_last_train_as_eager() -> None:
+    options: dict[str, Any] = {
+        "images": True, "schedule": "1f1b", "constraints": [CutBefore("b")], "stages": 2,
+    }  # fmt: skip
+    found = trained("inductor", **options)
+    torch.testing.assert_close(found, trained(None, **options), **CLOSE)
+
+
 def test_images_lie_as_planned_within_a_stage() -> None:
     """They come and go with channels last, and so do gradients of those that came."""
 
@@ -194,7 +219,7 @@ def test_images_lie_as_planned_within_a_stage() -> None:
 
     inside: list[bool] = []
     for _ in range(2):  # versions of weights have one class
-        pass_images(Stage, [{0}, {0}], [set(), {0}])
+        pass_images(Stage, [{0: False}, {0: False}], [{}, {0: True}])
     last = torch.channels_last
     image = torch.randn(2, 3, 4, 5).to(memory_format=last).requires_grad_()
     made, other = Stage()(image, torch.ones(2, 3))
@@ -206,6 +231,60 @@ def test_images_lie_as_planned_within_a_stage() -> None:
     assert Stage().eval()(image, other)[0].is_contiguous()
     assert len(inside) == 6
     assert all(inside)
+
+
+def test_images_stay_with_channels_last_where_no_op_sees_it() -> None:
+    """They come so and are used so; other results leave as in eager."""
+
+    class Stage(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            inside.append(x.is_contiguous(memory_format=torch.channels_last))
+            return x * 2, x.sum(2), "edited"
+
+    inside: list[bool] = []
+    pass_images(Stage, [{0: True}] * 2, [{0: False, 1: False, 2: False}, {0: True, 1: False}])
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
+    doubled, total, _ = Stage()(image)
+    assert doubled.is_contiguous(memory_format=torch.channels_last)
+    assert all(one.is_contiguous() for one in (total, *Stage().eval()(image)[:2]))
+    doubled.backward(torch.ones(2, 3, 4, 5))
+    assert image.grad is not None
+    assert image.grad.is_contiguous(memory_format=torch.channels_last)
+    assert inside == [True, True]
+
+
+def in_two_stages(*layers: nn.Module) -> Any:
+    """Interfaces of a stage with one convolution and of one with these layers."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), *layers)
+    with pdcompile.compile(
+        model, torch.ones(8, 1, 8, 8), cluster=pdcompile.Cluster.local(2), microbatches=4,
+        costs="estimated", verify="off", schedule="forward", constraints=[CutBefore("1")],
+    ) as pipe:  # fmt: skip
+        return pipe.prepare()._running.compiled.interfaces
+
+
+class Summed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(2).view(len(x), -1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "kept"),
+    [
+        ([nn.ReLU(), nn.Conv2d(8, 8, 3)], True),
+        ([nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)], True),
+        ([nn.ReLU(), nn.Flatten()], False),  # a view of what lies as in eager
+        ([Summed()], False),
+        ([nn.Upsample(scale_factor=2), nn.PixelShuffle(2)], True),
+    ],
+)
+def test_images_are_kept_where_no_op_views_them(layers: list[nn.Module], kept: bool) -> None:
+    assert [one.train.any_layout for one in in_two_stages(*layers)] == [True, kept]
+
+
+def test_images_are_not_kept_where_masks_are_drawn() -> None:
+    found = in_two_stages(nn.Dropout(0.2), nn.Conv2d(8, 8, 3))
+    assert [(one.train.any_layout, one.eval.any_layout) for one in found][1] == (False, False)
 
 
 def test_images_are_what_convolutions_made_for_other_stages() -> None:

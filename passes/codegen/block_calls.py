@@ -90,18 +90,12 @@ class CallTrees:
                 }  # fmt: skip
                 items.append(self.call(block, part, needed))
         made = {op.name for op in ops}
+        read = [fqn for item in items for fqn in tensors_of(item)] if path else []
         return BlockCall(
             path=path,
             items=tuple(items),
             inputs=tuple(dict.fromkeys(n for item in items for n in item.inputs if n not in made)),
-            tensors=tuple(
-                dict.fromkeys(
-                    fqn
-                    for item in items
-                    for fqn in tensors_of(item)
-                    if path and not self.reachable(fqn, path)
-                )
-            ),
+            tensors=tuple(dict.fromkeys(fqn for fqn in read if not self.reachable(fqn, path))),
             outputs=tuple(op.name for op in ops if op.name in wanted),
         )
 

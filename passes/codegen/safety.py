@@ -57,9 +57,7 @@ class Imports:
     @property
     def names(self) -> set[str]:
         """Names that the imports bind."""
-        return {"torch", "nn", *self.modules, *self.classes.values()} | (
-            {"F"} if self.functional else set()
-        )
+        return {"torch", "nn", *["F"] * self.functional, *self.modules, *self.classes.values()}
 
     @property
     def needs(self) -> list[str]:
@@ -110,16 +108,10 @@ _BUILTINS = frozenset(["super", "range", "str", "float", "complex", "slice", "ge
 _MODULES = frozenset({"torch", "nn", "F", "math", "operator"})
 _METHODS = frozenset({"__init__", "forward", "loss", "draw"})
 # What a stage writes itself, besides the targets of its ops.
-_OWN = frozenset(
-    {
-        "torch.no_grad",
-        "torch.enable_grad",
-        "torch.autocast",
-        "torch.device",
-        "torch.get_default_device",
-    }
-    | {"torch.zeros", "torch.ones", "torch.randn", "nn.Parameter"}
-)
+_OWN = (
+    "torch.no_grad", "torch.enable_grad", "torch.autocast", "torch.device",
+    "torch.get_default_device", "torch.zeros", "torch.ones", "torch.randn", "nn.Parameter",
+)  # fmt: skip
 
 
 def check(text: str, imports: Imports, targets: Iterable[str], where: str) -> None:

@@ -87,7 +87,18 @@ def signature(mode: Mode, k: int) -> Signature:
         draws=draws,
         opaque_calls=_expectations(mode.graph, ops),
         unshards=any(op.target == UNSHARD for op in ops),
+        any_layout=_any_layout(mode, ops, received, results),
     )
+
+
+def _any_layout(mode: Mode, ops: list[Op], received: list[str], results: list[str]) -> bool:
+    """True if no op views, draws or is opaque, so that none depends on how an image lies."""
+    values = mode.graph.values
+    made = [*received, *(op.name for op in ops if not op.mutates)]
+    memory = [values[name].storage for name in made if values[name].storage >= 0]
+    depends = any(op.draw is not None or op.opaque for op in ops)
+    depends |= any(values[name].stride_order for name in results)
+    return not depends and len(set(memory)) == len(memory)
 
 
 def _received(mode: Mode, ops: list[Op], results: list[str]) -> list[str]:

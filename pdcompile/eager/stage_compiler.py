@@ -7,7 +7,7 @@ eager's; and around opaque modules, dropout and conversions between parts, which
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pdcompile.parts import conversions
 
 Backend = str | Callable[..., Any]
+Places = Sequence[Mapping[int, bool]]  # in evaluation, in training
 _CONVERSIONS = conversions.__name__
 
 
@@ -50,43 +51,46 @@ def compile_in_place(
     stage.compile(backend=backend, dynamic=False, options=options)
 
 
-def pass_images(stage: type[nn.Module], came: Sequence[Any], left: Sequence[Any]) -> None:
+def pass_images(stage: type[nn.Module], came: Places, left: Places) -> None:
     """Makes stages of a class take and give images with channels last, as inductor has them within.
 
-    In between they lie as in eager: what is viewed or drawn there depends on it.  `came`, `left`:
-    places among arguments and results, in evaluation and in training.
+    `came`: arguments, by place, that are images, with False if they are to lie as in eager within.
+    `left`: results, with True for images; others leave as in eager.
     """
     inner: Any = stage.forward
-    as_planned: Any = _AsPlanned.apply
-    if inner.__module__ == __name__ or not any((*came, *left)):
+    laid: Any = _Laid.apply
+    if inner.__module__ == __name__ or not (any(came) or any(True in x.values() for x in left)):
         return
 
     def forward(self: nn.Module, *given: Any) -> Any:
         come, leave = came[self.training], left[self.training]
-        made = inner(self, *[as_planned(x) if n in come else x for n, x in enumerate(given)])
+        made = inner(self, *[laid(x, come[n]) if n in come else x for n, x in enumerate(given)])
         if not isinstance(made, tuple):  # an edited stage may give anything
             return made
-        return tuple([_channels_last(x) if n in leave else x for n, x in enumerate(made)])
+        return tuple([laid(x, leave[n]) if n in leave else x for n, x in enumerate(made)])
 
     # Code of its own: torch limits how often one is compiled.
     stage.forward = FunctionType(forward.__code__.replace(), globals(), closure=forward.__closure__)
 
 
-class _AsPlanned(torch.autograd.Function):
-    """An image that came, laid out as in eager; its gradient goes back with channels last."""
+class _Laid(torch.autograd.Function):
+    """A value with channels last, or as in eager; its gradient goes back with channels last."""
 
     @staticmethod
-    def forward(_: Any, value: Tensor) -> Tensor:
-        return value.contiguous()
+    def forward(_: Any, value: Any, last: bool) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not last or value.dim() != 4:
+            return value.contiguous()
+        if not torch.compiler.is_compiling():
+            return value.contiguous(memory_format=torch.channels_last)
+        # Inductor's kernel writes it so at once, where `contiguous` is a copy of what it wrote.
+        _, c, h, w = value.shape
+        return torch.ops.prims.inductor_force_stride_order(value, [c * h * w, 1, c * w, c])
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> Any:
-        return _channels_last(gradients[0])
-
-
-def _channels_last(value: Any) -> Any:
-    image = isinstance(value, Tensor) and value.dim() == 4
-    return value.contiguous(memory_format=torch.channels_last) if image else value
+        return _Laid.forward(None, gradients[0], True), None
 
 
 @functools.cache

@@ -84,6 +84,7 @@ class Signature:
     draws in order of execution (a module may be called on several stages).  `opaque_calls`: for
     each opaque module, the tensors of its calls.
     `unshards`: its forward gathers weights that are split at rest.
+    `any_layout`: no op depends on how an image lies in memory.
     `outputs` are the values that later stages and (last stage) the model's own output need.
     """
 
@@ -94,6 +95,7 @@ class Signature:
     draws: dict[str, tuple[int, ...]] = field(default_factory=dict)
     opaque_calls: dict[str, tuple[OpaqueCall, ...]] = field(default_factory=dict)
     unshards: bool = False
+    any_layout: bool = False
 
 
 @dataclass(frozen=True, slots=True)

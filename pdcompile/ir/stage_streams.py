@@ -74,9 +74,9 @@ class Streams:
             if not [*module.parameters()]:  # there is little to compile between the two hooks
                 apart.append(module)
         announce(stage, interface, lambda: self.scope(stage))
+        came = [{n: x.any_layout for n, p in enumerate(x.inputs) if p.image} for x in modes]
+        left = [{n: p.image for n, p in enumerate(x.outputs) if not p.stride_order} for x in modes]
         if self.backend == "inductor":
-            came = [{n for n, port in enumerate(one.inputs) if port.image} for one in modes]
-            left = [{n for n, port in enumerate(one.outputs) if port.image} for one in modes]
             pass_images(type(stage), came, left)
         if self.backend:
             compile_in_place(stage, names, self.backend, apart)
