@@ -296,7 +296,7 @@ def test_recomputed_regions_draw_what_the_forward_drew(use_reentrant: bool) -> N
         with preserved_rng(), DrawScope(model, 0, 0, 0) as scope:
             loss = model(x).square().sum()
         with preserved_rng():
-            scope.backward([loss], [None])
+            scope.backward([(loss, None)])
         gradients.append([x.grad, *(p.grad for p in inner.parameters())])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 

@@ -44,6 +44,7 @@ from pdcompile.releases.torch_internals import (
     DropoutNd,
     OpOverload,
     OpOverloadPacket,
+    Root,
     flex_attention_uncompiled,
     function_mode,
     run_backward,
@@ -310,18 +311,16 @@ class DrawScope(torch.overrides.TorchFunctionMode):
         finally:
             self.running = outer
 
-    def backward(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
-        """``torch.autograd.backward(roots, gradients)`` for a forward in this scope, after it.
+    def backward(self, roots: Sequence[Root]) -> None:
+        """`run_backward` for a forward in this scope, after it.
 
         Runs in the scope once more, to draw again.  A function mode handles the call of autograd's
         own and is off meanwhile, so the engine is called directly.
         """
-        pairs = zip(roots, gradients, strict=True)
-        ones = [torch.ones_like(root) if one is None else one for root, one in pairs]
         self._replaying = True
         try:
             with self:
-                run_backward(roots, ones)
+                run_backward(roots)
         finally:
             self._replaying = False
 

@@ -17,12 +17,14 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 from graphlib import TopologicalSorter
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pdcompile.releases.torch_internals import Root, run_backward
 
 _NOWHERE = -1  # in place of a node's number, of what hangs on none
 _FIRST, _LATER = "first", "later"  # in place of a node's kind, of one that accumulates into a leaf
@@ -80,31 +82,18 @@ def _keeper(found: list[Tensor | None], passed_on: tuple[None, ...] | None = Non
     return keep
 
 
-Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]  # with its gradient
-
-
 class Rest(list[tuple[list[Root], list[Tensor]]]):
     """The second part of one microbatch's backward: runs, from their roots to leaves."""
 
     def run(self) -> None:
         """Accumulate the gradients of the parameters that are left; once."""
         while self:
-            accumulate(*self.pop())
+            run_backward(*self.pop())
 
     @property
     def gradients(self) -> Iterator[Tensor]:
         """Gradients that are kept until then."""
         return (one for roots, _ in self for _, one in roots if one is not None)
-
-
-def accumulate(
-    roots: Sequence[Root], leaves: Sequence[Tensor] | None = None, *, again: bool = False
-) -> None:
-    """Run backward from the roots, in their order, to these leaves (None: to all)."""
-    tensors: Any = [one for one, _ in roots]  # tensors and gradient edges may be mixed
-    torch.autograd.backward(
-        tensors, [one for _, one in roots], retain_graph=again, inputs=leaves or None
-    )
 
 
 def first_part(roots: Sequence[Root], wanted: Iterable[Tensor]) -> Rest:
@@ -120,7 +109,7 @@ def first_part(roots: Sequence[Root], wanted: Iterable[Tensor]) -> Rest:
     for end, found in kept.items():
         nodes[end].register_prehook(_keeper(found))
     if first:
-        accumulate(roots, [nodes[n].variable for n in first], again=bool(ends))
+        run_backward(roots, [nodes[n].variable for n in first], again=bool(ends))
     for end, later in ends:
         if end == _NOWHERE:
             left = [root for root, n in zip(roots, numbers, strict=True) if n not in early]

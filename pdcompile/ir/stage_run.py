@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pdcompile.eager.randomness import DrawScope, end_draw
-from pdcompile.eager.split_backward import Entrance, Rest, Root, accumulate, first_part
+from pdcompile.eager.split_backward import Entrance, Rest, first_part
 from pdcompile.ir.stage_interface import Port, named_results
 from pdcompile.ir.stage_streams import Streams
 from pdcompile.ir.stage_wiring import Wiring
 from pdcompile.parts.conversions import resharding
+from pdcompile.releases.torch_internals import Root, run_backward
 
 Gradient = Callable[[int], Tensor | None]  # of an edge, from later stages
 
@@ -147,10 +148,9 @@ class StageRun:
         if first is not None and flight.draws is None:
             leaves = [one.leaf for one in flight.entered.values()]
             flight.rest = first_part(roots, [*first, *leaves])
-        elif roots and flight.draws is not None:
-            flight.draws.backward([one for one, _ in roots], [one for _, one in roots])
         elif roots:
-            accumulate(roots)
+            run = run_backward if flight.draws is None else flight.draws.backward
+            run(roots)
 
 
 def _loss(

@@ -228,7 +228,7 @@ class Reference(ReferenceState):
         for index in sorted(waiting, key=self._turns.__getitem__ if self._turns else None):
             scope, root = waiting.pop(index)
             with self._sums.of_microbatch(index):
-                scope.backward([root], [None])
+                scope.backward([(root, None)])
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any

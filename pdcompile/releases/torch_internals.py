@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd import graph
 from torch.distributed import distributed_c10d
 from torch.utils import checkpoint
 from torch.utils._device import _device_constructors
@@ -50,6 +51,8 @@ __all__ = [
     "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "UnsupportedOperatorException",
     "is_functorch_wrapped_tensor", "maybe_current_level", "no_dispatch_modes", "pytree",
 ]  # fmt: skip
+
+Root = tuple[Any, Tensor | None]  # tensor or gradient edge, and its gradient (None: 1)
 
 # Where torch's functions are, besides its public namespaces.
 NN_FUNCTIONS: Any = torch._C._nn
@@ -264,11 +267,18 @@ def region_preserves_rng(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return bool(kwargs["preserve_rng_state"] if "preserve_rng_state" in kwargs else args[1])
 
 
-def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
-    """Autograd's engine itself, which no function mode sees: gradients of all leaves."""
-    retain_graph, create_graph, every_leaf = False, False, ()
-    torch.autograd.Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), retain_graph, create_graph, every_leaf,
+def run_backward(
+    roots: Sequence[Root], leaves: Sequence[Tensor] = (), *, again: bool = False
+) -> None:
+    """Backward from roots, in their order, to these leaves, to all for (); `again`: autograd's
+    graph is kept.
+
+    The engine itself, which no function mode sees: `torch.autograd.backward` takes as long to look
+    at its arguments as the engine for a layer.
+    """
+    gradients = [torch.ones_like(one) if came is None else came for one, came in roots]
+    graph._engine_run_backward(
+        tuple([one for one, _ in roots]), tuple(gradients), again, False, tuple(leaves),
         allow_unreachable=True, accumulate_grad=True,
     )  # fmt: skip
 

@@ -23,9 +23,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pdcompile.eager.split_backward import accumulate
 from pdcompile.errors import ConfigError
 from pdcompile.hardware import devices
+from pdcompile.releases.torch_internals import run_backward
 from pdcompile.runtime.device import RankDevice
 from pdcompile.runtime.stage.weights import Shared
 from pdcompile.runtime.state.model_state import State
@@ -116,7 +116,7 @@ def brought(module: nn.Module, device: RankDevice) -> Iterator[None]:
         yield
         came = [(own, device.fetch(c.grad)) for own, c in copies.items() if c.grad is not None]
         if came:
-            accumulate([(own, one.wait()) for own, one in came])
+            run_backward([(own, one.wait()) for own, one in came])
 
 
 def _at(memory: Tensor, offset: int, like: Tensor) -> Tensor:

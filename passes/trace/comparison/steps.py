@@ -24,6 +24,7 @@ from pdcompile.passes.trace.python_state import kept_buffers
 from pdcompile.passes.trace.tape.observer import source_of_traceback
 from pdcompile.plan import TiedParameter
 from pdcompile.reference.tied_uses import TiedUses
+from pdcompile.releases.torch_internals import run_backward
 
 Outputs: TypeAlias = dict[str, Any]
 Loss: TypeAlias = Tensor | None
@@ -138,8 +139,7 @@ class Step:
             roots = list(outputs.values())
         tensors = [root for root in roots if isinstance(root, Tensor) and root.requires_grad]
         if self.graph.training and tensors:
-            backward = scope.backward if scope.draws else torch.autograd.backward
-            backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+            (scope.backward if scope.draws else run_backward)([(one, None) for one in tensors])
 
 
 def _copied(value: Any) -> Any:
