@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
-import torch
+from torch.autograd import graph
 
 from pdcompile.runtime.interpreter import Worker
 from pdcompile.runtime.pipeline import Pipeline
@@ -69,8 +69,8 @@ def _metered(pipe: Pipeline, execute: Callable[..., None], model: Meter) -> Iter
     assert session is not None
     with ExitStack() as stack:
         stack.enter_context(patch.object(Worker, "execute", execute))
-        backward = model.around(torch.autograd.backward)
-        stack.enter_context(patch.object(torch.autograd, "backward", backward))
+        engine = model.around(graph._engine_run_backward)
+        stack.enter_context(patch.object(graph, "_engine_run_backward", engine))
         if session.optimizer is not None:
             kind = type(session.optimizer)  # of the optimizer itself changes are noticed
             stack.enter_context(patch.object(kind, "step", model.around(kind.step)))

@@ -93,8 +93,10 @@ def captured(step: Step) -> tuple[dict[str, Any], Tensor | None]:
     roots = list(outputs.values()) if loss is None else [loss]
     tensors = [root for root in roots if isinstance(root, Tensor) and root.requires_grad]
     if graph.training and tensors:
-        backward = scope.backward if scope.draws else torch.autograd.backward
-        backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+        if scope.draws:
+            scope.backward([(tensor, None) for tensor in tensors])
+        else:
+            torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
     return outputs, loss
 
 
