@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "costs": (("passes/costs", "passes/profile"), 3_555),
     "planner": (
         ("passes/coarsen", "passes/partition", "passes/planning", "pdcompile/problem"),
-        9_147,
+        9_145,
     ),
     "plan": (("pdcompile/plan", "passes/planning/plan_check.py"), 2_680),
     "schedules": (

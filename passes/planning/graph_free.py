@@ -25,8 +25,6 @@ from pdcompile.plan import (
 from pdcompile.plan.evaluate import Evaluation
 from pdcompile.problem import PartitionProblem
 
-MOST_INSTRUCTIONS = 300_000  # forwards and backwards of one call; more are not walked
-
 
 def plan_of(found: Evaluation, training: Training, *, merge: bool = False) -> Plan:
     """A plan of an assignment, without certificate, cluster and forecast.
