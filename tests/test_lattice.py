@@ -39,7 +39,9 @@ def test_every_down_closed_set_is_listed_once_smaller_ones_first(seed: int) -> N
 
 
 @settings(max_examples=60)
-@given(st.lists(st.floats(1, 100), min_size=1, max_size=9), st.floats(0, 1))
+@given(
+    st.lists(st.integers(10, 1000).map(lambda n: n / 10), min_size=1, max_size=9), st.floats(0, 1)
+)
 def test_bisection_ends_at_the_least_threshold(plans: list[float], lower: float) -> None:
     bound, objective, plan = smallest_threshold(
         lambda limit: max(((p, p) for p in plans if p <= limit), default=None),
