@@ -263,6 +263,21 @@ def in_two_stages(*layers: nn.Module) -> Any:
         return pipe.prepare()._running.compiled.interfaces
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view(-1).mul(2).view_as(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: Any) -> Tensor:
+        return 2 * gradient
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return Doubled.apply(x) + 1
+
+
 class Summed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sum(2).view(len(x), -1)
@@ -275,6 +290,7 @@ class Summed(nn.Module):
         ([nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)], True),
         ([nn.ReLU(), nn.Flatten()], False),  # a view of what lies as in eager
         ([Summed()], False),
+        ([Double()], False),  # nobody knows what a user's Function does to its argument
         ([nn.Upsample(scale_factor=2), nn.PixelShuffle(2)], True),
     ],
 )

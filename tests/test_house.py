@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
         ("pdcompile/schedule", "passes/schedules", "passes/check", "passes/simulate"),
         5_685,
     ),
-    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_417),
+    "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_420),
     "verify": (("passes/verify",), 1_515),
     "parts": (("passes/parts", "pdcompile/parts"), 3_954),
     "runtime": (("runtime",), 9_727),

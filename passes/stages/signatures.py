@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,12 +93,14 @@ def signature(mode: Mode, k: int) -> Signature:
 
 
 def _any_layout(mode: Mode, ops: list[Op], received: list[str], results: list[str]) -> bool:
-    """True if no op views, draws or is opaque, so that none depends on how an image lies."""
+    """True if no op views, draws or is not torch's, so that none depends on how an image lies."""
     values = mode.graph.values
     made = [*received, *(op.name for op in ops if not op.mutates)]
     memory = [values[name].storage for name in made if values[name].storage >= 0]
-    depends = any(op.draw is not None or op.opaque for op in ops)
-    depends |= any(values[name].stride_order for name in results)
+    torchs = re.compile(r"torch\.(?!ops\.)|operator\.|math\.").match  # no library's own operator
+    own = [op for op in ops if op.opaque or (op.kind == "function" and not torchs(op.target))]
+    depends = own or any(op.draw is not None for op in ops)
+    depends = depends or any(values[name].stride_order for name in results)
     return not depends and len(set(memory)) == len(memory)
 
 
