@@ -192,7 +192,7 @@ def scaled_loss(loss: Tensor, weight: float) -> Tensor:
 
 def total_loss(losses: list[Tensor]) -> Tensor:
     """The reported loss: weighted microbatch losses, summed from left to right."""
-    total = losses[0].detach()
+    total = losses[0]
     for loss in losses[1:]:
-        total = total + loss.detach()
-    return total if len(losses) > 1 else torch.clone(total)
+        total = total + loss
+    return total.detach() if len(losses) > 1 else total.detach().clone()

@@ -132,11 +132,12 @@ def _form(nodes: list[Any], wanted: Container[int]) -> tuple[Any, ...]:
         if kind is _ACCUMULATES:
             leaf = node.variable
             hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
-            kind = _FIRST if hooked or id(leaf) in wanted else _LATER
+            form.append(_FIRST if hooked or id(leaf) in wanted else _LATER)
+            continue  # it leads nowhere
         form.append(kind)
         for following, _ in node.next_functions:
-            number = numbers.setdefault(following, count)
-            if number == count:
+            if (number := numbers.get(following)) is None:
+                numbers[following] = number = count
                 nodes.append(following)
                 count += 1
             form.append(number)

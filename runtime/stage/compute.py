@@ -13,7 +13,7 @@ first run alone: those that do more than look were refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -77,7 +77,7 @@ class Feed:
     outputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     #: microbatches between forward and backward (`Kept`: of a stage that recomputes, which has no
     #: graph until its backward), or between the two parts of that, with memory of `shared_memory`
-    flights: dict[int, Flight | Kept | tuple[Rest, set[int]]] = field(default_factory=dict)
+    flights: dict[int, Flight | Kept | tuple[Rest, Collection[int]]] = field(default_factory=dict)
 
 
 class Compute:
@@ -230,8 +230,10 @@ class Compute:
         for edge, entrance in flight.entered.items():
             value, found = entrance.value, entrance.take()
             sent.append((edge, absent(value) if found is None else found))
-        shared = shared_memory([gradient for _, gradient in sent] + [*flight.rest.gradients])
-        self._weights.separate_gradients(version, shared)
+        shared: Collection[int] = ()
+        if self._weights.without:  # else all are added to where they are
+            shared = shared_memory([gradient for _, gradient in sent] + [*flight.rest.gradients])
+            self._weights.separate_gradients(version, shared)
         if split:
             feed.flights[microbatch] = flight.rest, shared
         return sent

@@ -91,7 +91,7 @@ class StageGradients:
         self._parts: dict[tuple[int, str], Tensor] = {}  # of copies, put aside, not yet passed on
         self._accumulating: tuple[int, int] | None = None  # update, version
         self._ran_on: dict[int, int] = {}  # version, by update
-        self._without: Collection[str] = tuple(masters)  # a gradient, when last looked at
+        self.without: Collection[str] = tuple(masters)  # a gradient when this backward began
         self.beside: PartsGroup | None = None  # the other parts of the stage
         self._over_parts: set[int] = set()  # updates whose gradients are summed over parts
         self._earlier: Gradients = {}  # of the user's earlier calls, while this one's are summed
@@ -118,7 +118,9 @@ class StageGradients:
         number = self.update_of(minibatch)
         if self._accumulating is None or self._accumulating[0] != number:
             self._put_aside()
-            self._without = tuple(self._masters)
+            self.without = tuple(self._masters)
+        elif self.without:
+            self.without = [f for f in self.without if self.parameter(version, f).grad is None]
         self._accumulating = number, version
         self._ran_on[number] = version
 
@@ -128,17 +130,10 @@ class StageGradients:
 
         A .grad that was there before was added to where it is, and shares none.
         """
-        if not shared:
-            return
-        without = []
-        for fqn in self._without:
+        for fqn in self.without if shared else ():
             one = self.parameter(version, fqn)
-            gradient = one.grad
-            if gradient is None:
-                without.append(fqn)
-            elif memory_of(gradient) in shared:
-                one.grad = gradient.clone()
-        self._without = without
+            if one.grad is not None and memory_of(one.grad) in shared:
+                one.grad = one.grad.clone()
 
     def harvest(self, minibatch: int) -> Gradients:
         """The gradients of the update that takes a minibatch, of owned parameters that have one,
