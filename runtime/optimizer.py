@@ -119,10 +119,12 @@ class Updater:
         ]
         for group, then, *_ in changed:
             group.update(then)
-        _set_gradients((parameter, None) for parameter, _ in hidden)
+        for parameter, _ in hidden:
+            parameter.grad = None
         update = nullcontext([*gradients]) if self._homes is None else self._homes.update(gradients)
         with update as given:
-            _set_gradients(given)
+            for parameter, gradient in given:
+                parameter.grad = gradient
             self._enter(stage, values)
             before = [*map(dict, values)]
             writes = [one._version for one in others]
@@ -137,8 +139,10 @@ class Updater:
                     'of modules whose parameters belong together: CutAt("layers.*")',
                 )
             self._leave(stage, before)
-        _set_gradients((parameter, None) for parameter, _ in given)
-        _set_gradients(hidden)
+        for parameter, _ in given:
+            parameter.grad = None
+        for parameter, own_gradient in hidden:
+            parameter.grad = own_gradient
         for group, then, now, written in changed:
             _carry_over(written, then, now)
             # What the optimizer itself changed (a step count of its own) stays.
@@ -233,8 +237,3 @@ def _writable(values: dict[str, Any]) -> dict[str, Any]:
         if type(value) not in _PLAIN
         and not (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
     }
-
-
-def _set_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:
-    for parameter, gradient in pairs:
-        parameter.grad = gradient

@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int]] = {
     "stages": (("passes/stages", "passes/form", "passes/codegen"), 5_420),
     "verify": (("passes/verify",), 1_515),
     "parts": (("passes/parts", "pdcompile/parts"), 3_954),
-    "runtime": (("runtime",), 9_727),
+    "runtime": (("runtime",), 9_723),
     "checkpoints and state": (
         ("pdcompile/checkpoint", "pdcompile/weights", "runtime/state"),
         3_539,

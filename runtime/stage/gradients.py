@@ -229,8 +229,8 @@ class StageGradients:
         if self._accumulating is not None:
             number, version = self._accumulating
             self.gradients[number] = self._take(version, self.owned)
-            parts = self._take(version, self.copies)
-            self._parts |= {(number, fqn): one for fqn, one in parts.items()}
+            for fqn, one in self._take(version, self.copies).items():
+                self._parts[number, fqn] = one
             self._accumulating = None
 
     def _take(self, version: int, names: Iterable[str]) -> Gradients:
