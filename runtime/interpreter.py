@@ -399,20 +399,18 @@ def run_together(
     columns: list[tuple[Instruction, ...]],
     log: InstructionLog | None = None,
 ) -> None:
-    """Run each rank until it would have to wait, then the next (one rank: just run it).
+    """Run all ranks in one thread, each instruction's result used next where the program lets it.
 
-    `workers[n]` is one of the stages of rank n.  They come to the end, as is proved of programs.
+    The rank behind goes on after each instruction, else the one before: what was just written is
+    read while it is in the processor's cache, and little waits.  `workers[n]` is one of the stages
+    of rank n.  They come to the end, as is proved of programs.
     """
     position = [0] * len(workers)
-    moved = True
-    while moved:
-        moved = False
-        for n, (worker, column) in enumerate(zip(workers, columns, strict=True)):
-            held = worker.held
-            while position[n] < len(column):
-                ins = column[position[n]]
-                if not (stage := held.get(ins.stage, worker)).ready(ins):
-                    break
+    n = waiting = 0  # `waiting` ranks, n + 1 and up and around, cannot go on
+    while waiting < len(workers):
+        if position[n] < len(columns[n]):
+            ins = columns[n][position[n]]
+            if (stage := workers[n].held.get(ins.stage, workers[n])).ready(ins):
                 if log is not None:
                     log.begin(ins, stage.base)
                 began = perf_counter()
@@ -420,5 +418,7 @@ def run_together(
                 if stage.recording is not None:
                     stage.recording.add(stage.rank, ins, stage.base, began)
                 position[n] += 1
-                moved = True
+                n, waiting = min(n + 1, len(workers) - 1), 0
+                continue
+        n, waiting = (n - 1) % len(workers), waiting + 1
     assert position == [*map(len, columns)], f"no rank can go on at {position}"
