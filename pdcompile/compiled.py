@@ -70,11 +70,14 @@ class Compiled:
         return any(f"stage_{stage}." in name for name in self.sources.edited)
 
     def written_buffers(self, stage: int) -> frozenset[str]:
-        """Buffers that training writes on a stage: all of its own where its source was edited."""
+        """Buffers that training may write on a stage: all of its own where its source was edited,
+        and those of opaque modules, which may write them in some calls only."""
         held = (*self.interfaces[stage].buffers, *self.interfaces[stage].constants)
         if self.edited(stage):
             return frozenset(held)  # whatever a person wrote there
-        return written_buffers(self.capture.train.ops).intersection(held)
+        ops = self.capture.train.ops
+        inside = {fqn for op in ops if op.opaque for fqn in op.buffers_read}
+        return (written_buffers(ops) | inside).intersection(held)
 
     def makes_tensors(self, stage: int) -> bool:
         """True if a stage may make tensors of nothing, which have to be on its device."""

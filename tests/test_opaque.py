@@ -335,3 +335,77 @@ def test_a_buffer_of_an_opaque_module_is_read_outside() -> None:
             loss_fn=nn.functional.mse_loss, cluster=pdcompile.Cluster.local(2), costs="estimated",
         )  # fmt: skip
     assert not [one for one in caught if "report this model" in str(one.message)]
+
+
+class Ranges(nn.Module):
+    """Follows the least value of what it gets, in a buffer that it binds anew or writes in place,
+    in calls that a value decides about."""
+
+    least: Any
+    calls: Any
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.register_buffer("least", torch.zeros(1) - 1e-5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.least if self.way == "anew" else self.least.clone()  # by the graph
+        y, least = x * kept, x.detach().min() * 0.05
+        self.calls += 1
+        if not self.training or ("rarely" in self.way and self.calls % 4 < 3):
+            return y  # type: ignore[no-any-return]
+        if float(x.detach().sum()) > -1e9:
+            match self.way.rpartition(" ")[-1]:
+                case "anew":
+                    self.least = self.least * 0.95 + least
+                case "longer":
+                    self.least = self.least.repeat(2)
+                case "wider":
+                    self.least = self.least.double()
+                case "gradient":
+                    self.least = self.least + x.min()
+                case "None":
+                    self.least = None
+                case _:
+                    self.least.mul_(0.95).add_(least)
+        return y  # type: ignore[no-any-return]
+
+
+def ranging(way: str) -> Any:
+    return make(lambda self, x: self.part(self.lin(x)) * 2, part=Ranges(way))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("way", ["anew", "rarely anew", "rarely in place"])
+def test_buffers_are_as_in_eager_when_bound_anew_or_written_in_some_calls_only(
+    way: str, recompute: bool
+) -> None:
+    model = ranging(way)
+    twin = copy.deepcopy(model)
+    pipe = pdcompile.compile(
+        model, rows(8), example_target=rows(8), optimizer=partial(torch.optim.SGD, lr=0.0),
+        loss_fn=mean_square, stages=1, microbatches=2, recompute=recompute, costs="estimated",
+    )  # fmt: skip
+    for seed in range(4):
+        batch = rows(8, seed=seed)
+        pipe.step(batch, target=rows(8))
+        for part in batch.chunk(2):
+            twin(part)
+    state = pipe.full_state_dict()
+    assert float(twin.part.least) != float(ranging(way).part.least)
+    assert all(torch.equal(state[name], tensor) for name, tensor in twin.state_dict().items())
+
+
+@pytest.mark.parametrize("way", ["longer", "wider", "gradient", "None"])
+def test_what_cannot_be_written_into_a_buffer_is_not_bound_to_its_name(way: str) -> None:
+    with pytest.raises(TraceError, match=r"rebinds part\.least to a new tensor"):
+        captured(ranging(way))
+    pipe = pdcompile.compile(
+        ranging(f"rarely {way}"), rows(8), example_target=rows(8), optimizer=None,
+        loss_fn=mean_square, stages=1, microbatches=2, costs="estimated",
+    )  # fmt: skip
+    pipe.step(rows(8), target=rows(8))
+    with pytest.raises(ContractError, match=r"'part' binds its buffer 'least' to another tensor"):
+        pipe.step(rows(8), target=rows(8))

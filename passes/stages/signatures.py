@@ -196,7 +196,7 @@ def _expectations(graph: OpGraph, ops: list[Op]) -> dict[str, tuple[OpaqueCall, 
             for key, given in given_at
             if isinstance(given, Ref) and graph.values[given.name].is_tensor
         )
-        expected = OpaqueCall(takes, tuple(_gives(graph, op.name, ())), op.returns)
+        expected = OpaqueCall(takes, tuple(_gives(graph, op.name, ())), op.returns, op.rebinds)
         found[op.module_path] = (*found.get(op.module_path, ()), expected)
     return found
 

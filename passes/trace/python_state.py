@@ -14,7 +14,6 @@ from pdcompile.eager.snapshot import Alike, difference, restore, snapshot, tenso
 from pdcompile.errors import TraceError
 from pdcompile.passes.stages.naming import below
 from pdcompile.passes.trace import refusals
-from pdcompile.passes.trace.tape.fake_tensors import FakeTensors
 from pdcompile.passes.trace.tape.interceptor import patched
 from pdcompile.passes.trace.tape.observer import source_of_class
 
@@ -64,23 +63,6 @@ class State:
     def restore(self) -> None:
         for before in self._before.values():
             restore(before)
-
-
-def write_rebound(model: nn.Module, fakes: FakeTensors) -> None:
-    """Writes tensors that ``self.buffer = new`` bound into the buffers, as ops of the graph.
-
-    A new shape or dtype, or a value that brings gradients into the next call, is left alone and
-    refused afterwards: writing it would not be the same.
-    """
-    for path, module in list(model.named_modules()):
-        for name, new in module._buffers.items():
-            old = fakes.table.objects.get(f"{path}.{name}" if path else name)
-            if old is None or new is None or new is old or new.requires_grad:
-                continue
-            if fakes.known(new) and (old.shape, old.dtype) == (new.shape, new.dtype):
-                with torch.no_grad():
-                    old.copy_(new)
-                module._buffers[name] = old
 
 
 def lines_of_assignments(

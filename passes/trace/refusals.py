@@ -86,7 +86,8 @@ CHANGED_OUTSIDE: Refusal = (
 )
 REBOUND: Refusal = (
     "forward rebinds {} to a new tensor",
-    "write the buffer in place: self.buffer.copy_(new) instead of self.buffer = new",
+    "write the buffer in place: self.buffer.copy_(new) instead of self.buffer = new, which may "
+    "bind tensors of its shape and dtype only, without a gradient",
 )
 SHARED_BUFFER: Refusal = (
     "forward writes the buffer {} in place, in memory that two buffers share",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from pdcompile.eager.snapshot import tensors_at
@@ -80,6 +81,38 @@ def twin_with(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.M
                     made[id(tensor)] = new
                 table[name] = None if tensor is None else made[id(tensor)]
     return copies[id(model)]
+
+
+Places: TypeAlias = list[tuple[nn.Module, str, Tensor | None]]
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> Places:
+    """Places of the modules' own buffers, with what is there."""
+    return [(one, name, held) for one in modules for name, held in one._buffers.items()]
+
+
+def rebound(places: Places) -> Places:
+    """Those of the places where there is another tensor now, or none."""
+    return [(one, name, held) for one, name, held in places if one._buffers.get(name) is not held]
+
+
+def write_rebound(places: Places, known: Callable[[Tensor], bool] = lambda _: True) -> list[Tensor]:
+    """Writes tensors that ``self.buffer = new`` has bound into the buffers that were there before,
+    and returns those.
+
+    A new shape or dtype, or a value that brings gradients into the next call, is left alone and
+    refused afterwards: writing it would not be the same.
+    """
+    written = []
+    for module, name, old in rebound(places):
+        new = module._buffers.get(name)
+        if new is None or old is None or new.requires_grad or not known(new):
+            continue
+        if (old.shape, old.dtype) == (new.shape, new.dtype):
+            with torch.no_grad():
+                written.append(old.copy_(new))
+            module._buffers[name] = old
+    return written
 
 
 def _of_twins(value: Any, copies: Mapping[int, nn.Module]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pdcompile.eager.modes import modes_in
-from pdcompile.eager.module_copies import twins
+from pdcompile.eager.module_copies import Places, buffers_of, rebound, twins, write_rebound
 from pdcompile.eager.snapshot import tensors_at
 from pdcompile.errors import ContractError, SourceError
 from pdcompile.ir.graph import Affine, size_at
@@ -54,11 +54,20 @@ class OpaqueState:
     def __init__(self, path: str, modes: Mapping[bool, Mapping[nn.Module, bool]]) -> None:
         self.path = path
         self.modes = modes  # of its modules, in training (True) and in evaluation
+        self.with_buffers = [module for module in modes[True] if module._buffers]
         self.around: Around = nullcontext
         self.expected: dict[bool, tuple[OpaqueCall, ...]] = {}
+        self.rebinds: list[tuple[Any, str]] = []  # owner and name of buffers that calls bind anew
 
-    def check(self, training: bool, args: Any, kwargs: Any, result: Any) -> None:
-        """Raises ContractError unless the result has the form and sizes of a captured one."""
+    def check(self, training: bool, args: Any, kwargs: Any, result: Any, buffers: Places) -> None:
+        """Raises ContractError unless the result has the form and sizes of a captured one, and
+        buffers are those that there were before."""
+        for _, name, _ in rebound(buffers):
+            raise ContractError(
+                f"the opaque module {self.path!r} binds its buffer {name!r} to another tensor",
+                where=self.path,
+                remedy="keep its shape and dtype, and no gradient: self.buffer.copy_(new.detach())",
+            )
         problems = [_problem(one, args, kwargs, result) for one in self.expected.get(training, ())]
         if problems and all(problems):
             raise ContractError(
@@ -110,9 +119,15 @@ def twin_of(model: nn.Module, path: str) -> nn.Module:
 def _class_of(cls: Any) -> type[nn.Module]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: OpaqueState = self.__dict__["_pdcompile"]
-        with state.around():
-            result = cls.__call__(self, *args, **kwargs)
-        state.check(self.training, args, kwargs, result)
+        buffers = buffers_of(state.with_buffers)
+        for owner, name in state.rebinds:  # the graph of this call may keep the one that is there
+            owner._buffers[name] = owner._buffers[name].clone()
+        try:
+            with state.around():
+                result = cls.__call__(self, *args, **kwargs)
+        finally:
+            write_rebound(buffers)
+        state.check(self.training, args, kwargs, result, buffers)
         return result
 
     def train(self: Any, mode: bool = True) -> Any:
@@ -145,6 +160,10 @@ def instance(cls: type[nn.Module], interface: StageInterface, model: nn.Module |
         state: OpaqueState = twin.__dict__["_pdcompile"]
         for training, signature in ((True, interface.train), (False, interface.eval)):
             state.expected[training] = signature.opaque_calls.get(path, ())
+        calls = (*state.expected[True], *state.expected[False])
+        for fqn in {one.removeprefix(f"{path}.") for call in calls for one in call.rebinds}:
+            owner, _, name = fqn.rpartition(".")
+            state.rebinds.append((submodule_of(twin, owner), name))
         owner, _, name = path.rpartition(".")
         submodule_of(stage, owner)._modules[name] = twin
         twin.train(stage.training)

@@ -177,11 +177,12 @@ class Op:
     constructor: tuple[tuple[str, Argument], ...] = ()  # module kind: explicit __init__ arguments
     # Opaque kind, found by running it once for real: the form of what it returns
     # (`pdcompile.ir.opaque.describe`), forward hooks in it, floating-point operations, bytes
-    # kept for backward.
+    # kept for backward, buffers that it writes by binding new tensors to their names.
     returns: str = ""
     hooks: tuple[str, ...] = ()
     flops: Size | None = None
     saved_bytes: Size | None = None
+    rebinds: tuple[str, ...] = ()
     cost: OpCost | None = None
 
     @property

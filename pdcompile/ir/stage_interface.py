@@ -65,12 +65,14 @@ Place: TypeAlias = tuple[int | str, ...]  # keys and indices, outermost first
 class OpaqueCall:
     """Tensors of one call of an opaque module, by place in its arguments and in its result.
 
-    `form` is the nesting of the result (`pdcompile.ir.opaque.describe`).
+    `form` is the nesting of the result (`pdcompile.ir.opaque.describe`), `rebinds` the buffers that
+    it writes by binding new tensors to their names.
     """
 
     takes: tuple[tuple[Place, tuple[Size, ...]], ...]
     gives: tuple[tuple[Place, tuple[Size, ...], str], ...]
     form: str
+    rebinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ class OpaqueCalls(Interceptor):
                 return tape.record(
                     "opaque", target, path, args, kwargs, result, None, returns=observed.form,
                     hooks=observed.hooks, flops=observed.flops, saved_bytes=observed.saved_bytes,
+                    rebinds=observed.rebinds,
                 )  # fmt: skip
 
     def _refuse_part(self, path: str) -> None:

@@ -21,6 +21,7 @@ from pdcompile.batch import FlatCall
 from pdcompile.batch.call import copied
 from pdcompile.eager.autocast import autocast_region, regions_of
 from pdcompile.eager.modes import in_mode
+from pdcompile.eager.module_copies import buffers_of, rebound, write_rebound
 from pdcompile.eager.randomness import (
     CallKey,
     is_random_function,
@@ -82,6 +83,7 @@ class ObservedCall:
     made: tuple[Made, ...] = ()
     form: str = ""
     buffers: tuple[str, ...] = ()  # canonical FQNs of those that it wrote
+    rebinds: tuple[str, ...] = ()  # of those by ``self.buffer = new``
     hooks: tuple[str, ...] = ()  # forward hooks in it
     flops: int = 0
     saved_bytes: int = 0
@@ -119,6 +121,8 @@ def both(one: ObservedCall, other: ObservedCall) -> ObservedCall:
         return replace(one, result=None, reason=reason)
     return replace(
         one,
+        buffers=tuple(sorted({*one.buffers, *other.buffers})),
+        rebinds=tuple(sorted({*one.rebinds, *other.rebinds})),
         flops=max(one.flops, other.flops),
         saved_bytes=max(one.saved_bytes, other.saved_bytes),
     )
@@ -377,6 +381,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _watched(self, plain: Any, module: nn.Module, key: CallKey, args: Any, kwargs: Any) -> Any:
         inputs = tensors_among((args, kwargs))
         own = dict(module.named_buffers(prefix=key[0]))
+        places = buffers_of(module.modules())
         if any(map(is_functorch_wrapped_tensor, (*inputs, *own.values(), *module.parameters()))):
             inside = refusals.error(refusals.TRANSFORM, key[0], locate()[0])
             inside.module_path = key[0]  # its caller is opaque instead, and may lend it weights
@@ -394,17 +399,21 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
             return tensor.detach()  # a result that its own node keeps would never die
 
-        self._path = key[0]
+        self._path, rebinds = key[0], set[str]()
         try:
             saving: Any = nullcontext()
             if self.hooks:
                 saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
             with saving:
                 result = plain(module, *args, **kwargs)
+            rebinds = {self.table.fqns[id(one)] for one in write_rebound(places)}
         finally:
             self._path = ""
+        for owner, name, _ in rebound(places):
+            path = self.table.names[id(owner)]
+            raise refusals.error(refusals.REBOUND, f"{path}.{name}", self.table.classes[path][1])
         written = {self._tensors[each] for each in self._written if each in self._tensors}
-        written |= {fqn for fqn, b in own.items() if not same_values(b, buffers[fqn])}
+        written |= {fqn for fqn, b in own.items() if not same_values(b, buffers[fqn])} | rebinds
         names = {self.table.fqns.get(id(self.table.objects.get(fqn)), fqn) for fqn in written}
         changed = any(not same_values(a, b) for a, b in zip(inputs, before, strict=True))
         outputs = tensors_among(result)
@@ -418,6 +427,7 @@ class _OpaqueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made=() if reason else made_by(inputs, outputs),
             form=form,
             buffers=tuple(sorted(names)),
+            rebinds=tuple(sorted(rebinds)),
             hooks=_forward_hooks(module),
             flops=self._flops,
             saved_bytes=sum(saved.values()),

@@ -16,6 +16,7 @@ from torch import nn
 from pdcompile.batch import FlatCall, flatten_output, unflatten_output
 from pdcompile.eager.autocast import OFF, autocast_region
 from pdcompile.eager.modes import in_mode, modes
+from pdcompile.eager.module_copies import buffers_of, write_rebound
 from pdcompile.eager.randomness import LOSS_PATH
 from pdcompile.errors import InputError, PdcompileError, TraceError
 from pdcompile.hardware import devices
@@ -27,7 +28,7 @@ from pdcompile.passes.trace.attribute_reads import is_plain_object
 from pdcompile.passes.trace.cached_tensors import Computations, attribute_tensors
 from pdcompile.passes.trace.constants import example_calls
 from pdcompile.passes.trace.opaque.probe import probe
-from pdcompile.passes.trace.python_state import State, lines_of_assignments, write_rebound
+from pdcompile.passes.trace.python_state import State, lines_of_assignments
 from pdcompile.passes.trace.refusals import (
     COMPILED,
     ForwardRaised,
@@ -224,10 +225,11 @@ class _Run:
         """(output, loss) of the model's own Python; failures of it become TraceErrors."""
         model, loss_fn, tape = self._subject.model, self._subject.loss_fn, self.tape
         args, kwargs, target = self._arguments
+        buffers = buffers_of(model.modules())
         try:
             output = model(*args, **kwargs)
             output = _own_tensors_cloned(output, tape.fakes)
-            write_rebound(model, tape.fakes)
+            write_rebound(buffers, tape.fakes.known)
             loss = None
             if loss_fn is not None:
                 tape.region, tape.stack[:] = "loss", [(LOSS_PATH, 0)]
